@@ -1,0 +1,155 @@
+"""The settings of every door: the Axolotl `pose:` block, `PoSECollator` and the command line.
+
+Symbols used throughout the package: `L_c` is the trained window (`train_length`), `L_t` the wanted
+window (`target_length`), `L_0` the window the base model was made with (`original_length`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+
+from pose_plugin.errors import PoSEError
+
+RopeType = Literal[
+    "linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"
+]
+SamplerName = Literal["pose", "clamped", "randpos", "none"]
+ContentMode = Literal["contiguous", "skip", "aligned"]
+
+# bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
+PositiveInt = Annotated[StrictInt, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RopeSettings(_Strict):
+    """How the rotary frequencies are stretched. `rope: yarn` is short for `rope: {type: yarn}`.
+
+    Every field but `type` has a default that follows from the base model's config and `target_length`.
+    """
+
+    type: RopeType = "yarn"
+    factor: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="s, the stretch; default target_length / original_length"
+    )
+    theta: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="the new RoPE base, for `type: base` (required there)"
+    )
+    original_length: PositiveInt | None = Field(
+        None, description="L_0 in tokens; default: what the base model's config says"
+    )
+    beta_fast: Annotated[float, Field(gt=0)] = Field(32.0, description="yarn: rotations above which a dim is kept")
+    beta_slow: Annotated[float, Field(gt=0)] = Field(1.0, description="yarn: rotations below which a dim is divided")
+    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="yarn, longrope: the scale of cos and sin; default by the paper's formula"
+    )
+    low_freq_factor: Annotated[float, Field(gt=0)] = Field(1.0, description="llama3")
+    high_freq_factor: Annotated[float, Field(gt=0)] = Field(4.0, description="llama3")
+    factors_file: str | None = Field(None, description="longrope: JSON with long_factor and short_factor lists")
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> RopeSettings:
+        if self.type == "base" and self.theta is None:
+            raise ValueError("rope.type=base needs rope.theta, the new base, e.g. {type: base, theta: 2.0e8}")
+        if self.type != "base" and self.theta is not None:
+            raise ValueError(
+                f"rope.theta={self.theta:g} has no effect with rope.type={self.type}; "
+                "write rope.type: base, or remove theta"
+            )
+        if self.type == "longrope" and self.factors_file is None:
+            raise ValueError("rope.type=longrope needs rope.factors_file, a JSON with long_factor and short_factor")
+        if self.type != "longrope" and self.factors_file is not None:
+            raise ValueError(f"rope.factors_file has no effect with rope.type={self.type}; remove it")
+        return self
+
+
+class PoSESettings(_Strict):
+    """The `pose:` block. The same fields are the keyword arguments of `PoSECollator`."""
+
+    target_length: PositiveInt = Field(description="L_t, the wanted window in tokens")
+    train_length: PositiveInt | None = Field(
+        None,
+        description="L_c, the trained window in tokens; default: Axolotl's sequence_len, or each row's own length",
+    )
+    rope: RopeSettings = Field(default_factory=RopeSettings, description="how the frequencies are stretched")
+    sampler: SamplerName = Field("pose", description="where the chunks of a window are put")
+    chunks: PositiveInt = Field(2, description="N, the chunks of a window (sampler pose)")
+    variant: Literal["paper", "reference"] = Field(
+        "paper", description="reference: the first chunk is at most half of the window, as in the authors' code"
+    )
+    content: ContentMode = Field("contiguous", description="which tokens of a longer document fill the chunks")
+    mask_seam: bool = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
+    unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of rows left plain")
+    target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
+        0, description="sample up to target_length + margin, since the last L_c distances are rarest"
+    )
+    seed: StrictInt = Field(0, description="positions are a function of (seed, epoch, the document's tokens)")
+    self_test: bool = Field(True, description="prove on the first batch that the chunks see each other")
+
+    @field_validator("rope", mode="before")
+    @classmethod
+    def _rope_by_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> PoSESettings:
+        if self.train_length is not None and self.target_length < self.train_length:
+            raise ValueError(
+                f"target_length={self.target_length} is smaller than the trained window "
+                f"train_length={self.train_length}; set target_length to the window you want, "
+                "or shorten train_length (Axolotl: sequence_len)"
+            )
+        if self.sampler == "none" and (self.content == "aligned"):
+            raise ValueError("content=aligned has no effect with sampler=none; write content: contiguous")
+        if self.content == "aligned" and self.sampler == "randpos":
+            raise ValueError("content=aligned needs chunks; sampler=randpos has none. Use sampler: pose")
+        if self.content != "contiguous" and self.train_length is None:
+            raise ValueError(
+                f"content={self.content} takes a window out of a longer document and needs train_length, "
+                "the window's tokens"
+            )
+        return self
+
+
+def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -> PoSESettings:
+    """Validates a mapping of settings.
+
+    Args:
+        values: the `pose:` block or keyword arguments.
+        where: the name put before each key in messages, e.g. "pose" for the YAML block.
+
+    Raises:
+        PoSEError: naming each offending key, its value, the limit and the way out.
+    """
+    if isinstance(values, PoSESettings):
+        return values
+    if not isinstance(values, dict):
+        raise PoSEError(f"`{where}:` is {values!r}, but must be a block with at least target_length")
+    try:
+        return PoSESettings(**values)
+    except ValidationError as error:
+        raise PoSEError("\n".join(_sentence(item, where) for item in error.errors())) from None
+
+
+def _sentence(item: Any, where: str) -> str:
+    path = [str(part) for part in item["loc"]]
+    model = RopeSettings if path[:1] == ["rope"] else PoSESettings
+    field = model.model_fields.get(path[-1]) if path else None
+    key = ".".join([where, *path])
+    kind = item["type"]
+    if kind == "missing":
+        return f"{key} is missing: {field.description if field else 'required'}. Add it, e.g. `{path[-1]}: 32768`"
+    if kind == "extra_forbidden":
+        return f"{key}={item['input']!r} is not a known key. Known keys: {', '.join(model.model_fields)}"
+    if kind == "value_error":
+        return f"{where}: {item['ctx']['error']}"
+    meaning = f" ({field.description})" if field is not None and field.description else ""
+    value = item["input"]
+    hint = ""
+    if kind == "int_type" and isinstance(value, float) and value == int(value):
+        hint = f"; write {int(value)}"
+    return f"{key}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}{hint}{meaning}"
