@@ -1,0 +1,19 @@
+"""Position ids and content of training windows: pure maths on arrays, knows no framework."""
+
+from pose_plugin.positions.coverage import Coverage, coverage
+from pose_plugin.positions.draws import Draws, document_generator
+from pose_plugin.positions.layout import Layout
+from pose_plugin.positions.samplers import SAMPLERS
+from pose_plugin.positions.windows import Window, draw_windows, plain_window
+
+__all__ = [
+    "SAMPLERS",
+    "Coverage",
+    "Draws",
+    "Layout",
+    "Window",
+    "coverage",
+    "document_generator",
+    "draw_windows",
+    "plain_window",
+]
