@@ -1,0 +1,125 @@
+"""Makes the literal `plugins: [pose_plugin]` work in Axolotl 0.19 and 0.20.
+
+Those versions split a plugin's name at its last dot, so a name without a dot is a ValueError, and they have no
+entry point for plugins. torch loads the entry points of the group `torch.backends` when it is imported; ours
+leaves one import hook that acts when Axolotl's modules are imported, and is gone afterwards. Axolotl 0.21
+finds the plugin by its own entry point and is left alone. Off with TORCH_DEVICE_BACKEND_AUTOLOAD=0; then
+`plugins: [pose_plugin.PosePlugin]` works.
+
+Nothing here may raise: torch would refuse to be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_NAME = "pose_plugin"
+_DOTTED = "pose_plugin.PosePlugin"
+
+
+def install() -> None:
+    """Adds the import hook, or acts at once on modules that are imported already. Never raises."""
+    try:
+        waiting = {}
+        for name, patch in _PATCHES.items():
+            if name in sys.modules:
+                patch(sys.modules[name])
+            else:
+                waiting[name] = patch
+        if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(waiting))
+    except Exception:
+        # A plugin of a trainer is no reason for torch not to start; the dotted name still works.
+        return
+
+
+class _Finder:
+    """Finds nothing itself; lets a patch follow the execution of the modules it waits for."""
+
+    def __init__(self, waiting: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.waiting = waiting
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.waiting:
+            return None
+        patch = self.waiting.pop(name)
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, patch)
+        return spec
+
+
+class _Loader:
+    """The module's own loader, and the patch after it."""
+
+    def __init__(self, loader: Any, patch: Callable[[ModuleType], None]) -> None:
+        self._loader, self._patch = loader, patch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        try:
+            self._patch(module)
+        except Exception:
+            return
+
+
+def _accept_bare_name(base: ModuleType) -> None:
+    """axolotl.integrations.base: `load_plugin("pose_plugin")` loads `pose_plugin.PosePlugin`."""
+    if hasattr(base, "PLUGIN_ENTRY_POINT_GROUP") or getattr(base.load_plugin, "_pose_plugin", False):
+        return
+    load_plugin = base.load_plugin
+
+    @functools.wraps(load_plugin)
+    def load(plugin_name: str) -> Any:
+        return load_plugin(_DOTTED if plugin_name == _NAME else plugin_name)
+
+    load._pose_plugin = True  # type: ignore[attr-defined]
+    base.load_plugin = load  # type: ignore[attr-defined]
+
+
+def _notice_forgotten_line(config: ModuleType) -> None:
+    """axolotl.utils.config: a `pose:` block without the plugin is an error; Axolotl would drop it silently."""
+    if getattr(config.validate_config, "_pose_plugin", False):
+        return
+    validate_config = config.validate_config
+
+    @functools.wraps(validate_config)
+    def validate(cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        if cfg.get("pose") is not None and not any(str(p).startswith(_NAME) for p in cfg.get("plugins") or []):
+            from pose_plugin.errors import PoSEError
+
+            raise PoSEError(FORGOTTEN_LINE)
+        return validate_config(cfg, *args, **kwargs)
+
+    validate._pose_plugin = True  # type: ignore[attr-defined]
+    config.validate_config = validate  # type: ignore[attr-defined]
+
+
+FORGOTTEN_LINE = (
+    "the config has a `pose:` block, but `plugins:` does not name the plugin that reads it, so it would have no "
+    "effect. Add `plugins: [pose_plugin]`, or remove the block"
+)
+
+_PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "axolotl.integrations.base": _accept_bare_name,
+    "axolotl.utils.config": _notice_forgotten_line,
+}

@@ -1,0 +1,261 @@
+"""Wraps a data collator and gives its training batches skipped positions.
+
+The inner collator pads and stacks as always. This one chooses each document's window before it, and
+afterwards writes `position_ids` and what keeps the chunks of a document together:
+
+- one document a row: a 2-D mask. With a mask, transformers does not read document borders out of the
+  positions; without one, every jump would cut the chunks apart and nothing long would be learned.
+- packed documents: no mask, and every document starts at position 0. FlashAttention opens a document where
+  the position is the row's smallest; the other attention functions need `attention.restart_boundaries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pose_plugin.config import PoSESettings, parse_settings
+from pose_plugin.errors import PoSEError
+from pose_plugin.positions import Window, draw_windows, plain_window
+
+Feature = Mapping[str, Any]
+Collate = Callable[..., Mapping[str, Any]]
+DrawWindows = Callable[[Sequence[np.ndarray]], list[Window]]
+
+IGNORED_LABEL = -100
+_MOST_WORKERS = 256
+# Bookkeeping columns of the frameworks which are not model inputs and would not stack.
+_DROPPED = ("position_ids", "length", "seq_lengths")
+
+
+class PositionCollator:
+    """A collator around a collator.
+
+    Args:
+        collate: the inner collator: takes a list of features (or, from Axolotl's multipack sampler, a list of
+            packs of features) and returns a batch of tensors with `input_ids` of shape (batch, length).
+        settings: what to draw.
+        padding_side: "right" or "left"; used only where the inner collator returns no attention mask.
+
+    Attributes:
+        training: False gives plain positions and whole documents, as evaluation needs them.
+    """
+
+    def __init__(
+        self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right"
+    ) -> None:
+        self.collate = collate
+        self.settings = parse_settings(settings, where="PoSECollator")
+        self.padding_side = padding_side
+        self.training = True
+        # In shared memory, so that dataloader workers that outlive an epoch see the next one.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest.
+        self._counts = torch.zeros(_MOST_WORKERS, 4, dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that positions are drawn for, 0, 1, …"""
+        return int(self._epoch.item())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Positions are drawn anew for `epoch`; also reaches dataloader workers that are already running."""
+        self._epoch.fill_(epoch)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The inner collator's tokenizer; trainers look for it here when they save."""
+        return getattr(self.collate, "tokenizer", None)
+
+    def plain(self) -> PositionCollator:
+        """The same collator for evaluation: plain positions, whole documents."""
+        other = PositionCollator(self.collate, self.settings, self.padding_side)
+        other.training = False
+        return other
+
+    def trained(self) -> dict[str, int]:
+        """What was drawn so far in this process: documents, skipped (with a jump), tokens, farthest position."""
+        counts = self._counts
+        return {
+            "documents": int(counts[:, 0].sum()),
+            "skipped": int(counts[:, 1].sum()),
+            "tokens": int(counts[:, 2].sum()),
+            "farthest": int(counts[:, 3].max()),
+        }
+
+    def __call__(self, features: Sequence[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Collates features into a training batch.
+
+        Args:
+            features: dicts with `input_ids` (list or 1-D tensor) and any per-token columns; or packs of them.
+
+        Returns:
+            The inner collator's batch with `position_ids` of shape (batch, length), int64, and either a 2-D
+            `attention_mask` (one document a row) or none (packed documents).
+
+        Raises:
+            PoSEError: a document longer than the target, 3-D positions, an inner collator that changes lengths.
+        """
+        return self.assemble(features, self._draw, args, kwargs)
+
+    def assemble(
+        self, features: Sequence[Any], draw: DrawWindows, args: tuple = (), kwargs: dict | None = None
+    ) -> dict[str, Any]:
+        """`__call__` with the windows drawn by `draw`, for tests and the start-up self-test."""
+        packs, packed = _as_packs(features)
+        documents = [_tokens(feature) for pack in packs for feature in pack]
+        windows = draw(documents)
+        cut = iter([_cut(f, w) for f, w in zip((f for pack in packs for f in pack), windows, strict=True)])
+        inner: list[Any] = [[next(cut) for _ in pack] for pack in packs]
+        if not isinstance(features[0], list):
+            inner = [_joined(pack) if packed else pack[0] for pack in inner]
+        batch = dict(self.collate(inner, *args, **(kwargs or {})))
+        per_row = iter(windows)
+        return self._finish(batch, [[next(per_row) for _ in pack] for pack in packs], packed)
+
+    def _draw(self, documents: Sequence[np.ndarray]) -> list[Window]:
+        if not self.training:
+            return [plain_window(len(tokens)) for tokens in documents]
+        windows = draw_windows(documents, self.settings, self.epoch)
+        self._count(windows)
+        return windows
+
+    def _count(self, windows: list[Window]) -> None:
+        info = torch.utils.data.get_worker_info()
+        line = self._counts[(info.id + 1) % _MOST_WORKERS if info is not None else 0]
+        for window in windows:
+            size = len(window.position_ids)
+            last = int(window.position_ids[-1])
+            line[0] += 1
+            line[1] += int(last > size - 1)
+            line[2] += size
+            line[3] = max(int(line[3]), last)
+
+    def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packed: bool) -> dict[str, Any]:
+        input_ids = batch["input_ids"]
+        given = batch.pop("position_ids", None)
+        if given is not None and given.ndim == 3:
+            raise PoSEError(
+                f"the inner collator returns position_ids of shape {tuple(given.shape)}: multimodal (3-D) positions "
+                "cannot be skipped. Train a text-only model, or a text-only checkpoint of this one"
+            )
+        # A padding-free collator stacks all rows into one.
+        if input_ids.shape[0] == 1 and len(rows) > 1:
+            rows, packed = [[window for row in rows for window in row]], True
+        length = input_ids.shape[1]
+        positions = torch.empty(input_ids.shape, dtype=torch.int64)
+        mask = torch.zeros(input_ids.shape, dtype=torch.int64)
+        labels = batch.get("labels")
+        for row, windows in enumerate(rows):
+            size = sum(len(window.position_ids) for window in windows)
+            begin = self._first_token(batch, row, size, packed)
+            # Padding counts from 0, so that where no mask hides it, it is a document of its own.
+            positions[row, :begin] = torch.arange(begin)
+            positions[row, begin + size :] = torch.arange(length - begin - size)
+            mask[row, begin : begin + size] = 1
+            for window in windows:
+                end = begin + len(window.position_ids)
+                positions[row, begin:end] = torch.from_numpy(window.position_ids)
+                if self.settings.mask_seam and labels is not None:
+                    labels[row, begin + torch.from_numpy(window.seams)] = IGNORED_LABEL
+                begin = end
+        batch["position_ids"] = positions
+        if packed:
+            batch.pop("attention_mask", None)
+        else:
+            batch["attention_mask"] = mask
+        return batch
+
+    def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:
+        """Where the row's tokens begin, behind any padding on the left."""
+        length = batch["input_ids"].shape[1]
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.ndim == 2:
+            used = int((mask[row] != 0).sum())
+            if used != size:
+                raise PoSEError(
+                    f"the inner collator {type(self.collate).__name__} returned {used} tokens for a row of {size}. "
+                    "A collator that truncates or adds tokens cannot be wrapped: shorten the samples before it, "
+                    "or set train_length"
+                )
+            return int((mask[row] != 0).int().argmax()) if size else 0
+        if length < size:
+            raise PoSEError(
+                f"the inner collator {type(self.collate).__name__} returned {length} columns for a row of {size} "
+                "tokens. Shorten the samples before it, or set train_length"
+            )
+        return length - size if self.padding_side == "left" and not packed else 0
+
+
+def _as_packs(features: Sequence[Any]) -> tuple[list[list[Feature]], bool]:
+    """Rows as lists of documents, and whether rows are packs (even if each holds one document)."""
+    if not features:
+        raise PoSEError("the collator was called with no features")
+    if isinstance(features[0], list):
+        return [list(pack) for pack in features], True
+    if "seq_lengths" in features[0]:
+        return [_split(feature) for feature in features], True
+    return [[feature] for feature in features], False
+
+
+def _split(feature: Feature) -> list[Feature]:
+    """The documents of a row that TRL packed: `seq_lengths` says where each ends."""
+    ends = np.cumsum(feature["seq_lengths"])
+    size = len(feature["input_ids"])
+    starts = [0, *ends[:-1]]
+    return [
+        {
+            key: value[begin:end] if _per_token(value, size) else value
+            for key, value in feature.items()
+            if key not in _DROPPED
+        }
+        for begin, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _joined(documents: list[Feature]) -> Feature:
+    """The opposite of `_split`, after each document was cut to its window."""
+    joined: dict[str, Any] = {}
+    for key, value in documents[0].items():
+        if _per_token(value, len(documents[0]["input_ids"])):
+            joined[key] = np.concatenate([np.asarray(document[key]) for document in documents]).tolist()
+        else:
+            joined[key] = value
+    joined["seq_lengths"] = [len(document["input_ids"]) for document in documents]
+    return joined
+
+
+def _cut(feature: Feature, window: Window) -> Feature:
+    """Takes the window's tokens out of every per-token column."""
+    size = len(feature["input_ids"])
+    whole = len(window.content) == size
+    result = {}
+    for key, value in feature.items():
+        if key in _DROPPED:
+            continue
+        if whole or not _per_token(value, size):
+            result[key] = value
+        elif isinstance(value, (torch.Tensor, np.ndarray)):
+            result[key] = value[window.content]
+        else:
+            result[key] = np.asarray(value)[window.content].tolist()
+    return result
+
+
+def _per_token(value: Any, size: int) -> bool:
+    return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
+
+
+def _tokens(feature: Feature) -> np.ndarray:
+    if "input_ids" not in feature:
+        raise PoSEError(
+            f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
+            "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"
+        )
+    tokens = np.asarray(feature["input_ids"])
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise PoSEError(f"input_ids of one feature have shape {tokens.shape}; a non-empty 1-D list is needed")
+    return tokens
