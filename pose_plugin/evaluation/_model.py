@@ -1,4 +1,4 @@
-"""Running a model for evaluation: its modes and random state as found, logits only where they are asked for."""
+"""Running a model for evaluation: modes and random state as found, logits only where they are asked for."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if decoder is None or decoder is inner or head is None:
         raise PoSEError(
-            f"model={type(inner).__name__} can be evaluated neither through logits_to_keep nor through its hidden "
-            "states and output embeddings; use a transformers causal language model (AutoModelForCausalLM)"
+            f"model={type(inner).__name__} can be evaluated neither through logits_to_keep nor through its "
+            "hidden states and output embeddings; use a transformers causal language model (AutoModelForCausalLM)"
         )
     return decoder, head
 
@@ -82,7 +82,7 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
 def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """The `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
-    Unlike `model.generate`, settings of the model's generation config (sampling, penalties) have no part in it.
+    Unlike in `model.generate`, the model's generation config (sampling, penalties) has no part in it.
 
     Args:
         model: a causal language model with a cache.

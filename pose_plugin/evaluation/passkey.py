@@ -1,9 +1,9 @@
 """Passkey retrieval: can the model repeat five digits from anywhere in its window? (PoSE paper, section 4.3)
 
-What is scored is greedy decoding of as many tokens as the answer has. Most prompts need a single forward for
-that: with the right answer in place, the argmax at each answer position is what greedy decoding would have
-written up to its first mistake, and a first mistake usually settles the case. Only where it does not (say, the
-model begins with a line break and may still write the key) the answer is decoded token by token.
+What is scored is greedy decoding of as many tokens as the answer has. Most prompts need a single forward
+for that: with the right answer in place, the argmax at each answer position is what greedy decoding would
+have written up to its first mistake, and a first mistake usually settles the case. Only where it does not
+(say, the model begins with a line break and may still write the key) the answer is decoded token by token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Accuracy:
 
     @property
     def standard_error(self) -> float:
-        """Of a share: √(p(1-p)/n). It is 0 at p = 0 and 1, where `interval` still says what n trials can tell."""
+        """√(p(1-p)/n). It is 0 at p = 0 and 1, where `interval` still says what n trials can tell."""
         return math.sqrt(self.value * (1 - self.value) / self.trials)
 
     @property
@@ -114,8 +114,11 @@ class PasskeyResult:
         return {cell: _accuracy(cells[cell]) for cell in sorted(cells)}
 
     def k_max(self, threshold: float = 0.2) -> int:
-        """The effective window of Chen et al. (2023, arXiv 2306.15595): the largest measured length at which, and
-        at all measured lengths below, at least `threshold` of the keys are found; 0 if there is none."""
+        """The effective window of Chen et al. (2023, arXiv 2306.15595).
+
+        The largest measured length at which, and at all measured lengths below, at least `threshold` of the
+        keys are found; 0 if there is none.
+        """
         best = 0
         for length, accuracy in self.by_length.items():
             if accuracy.value < threshold:
@@ -126,11 +129,11 @@ class PasskeyResult:
     @property
     def definition(self) -> str:
         per_length = sorted({accuracy.trials for accuracy in self.by_length.values()})
-        depths = "drawn at random" if self.depths is None else ", ".join(f"{depth:g}" for depth in self.depths)
+        depths = "drawn at random" if self.depths is None else ", ".join(map("{:g}".format, self.depths))
         return (
-            f"Passkey retrieval: {'/'.join(map(str, per_length))} prompts a length, 5-digit keys, depths {depths}, "
-            f"seed {self.seed}; prompt and answer together are exactly `length` tokens; greedy decoding of as many "
-            "tokens as the answer has; correct if the first run of digits is the key."
+            f"Passkey retrieval: {'/'.join(map(str, per_length))} prompts a length, 5-digit keys, depths "
+            f"{depths}, seed {self.seed}; prompt and answer together are exactly `length` tokens; greedy "
+            "decoding of as many tokens as the answer has; correct if the first run of digits is the key."
         )
 
     def metrics(self) -> dict[str, float]:
@@ -175,7 +178,7 @@ def passkey(
         tokenizer: its tokenizer.
         lengths: in tokens, prompt plus answer; at least what the template takes.
         trials: prompts at each length; the papers use 50.
-        depths: None draws one in 0…1 for each trial; a list shares the trials of a length out among its depths.
+        depths: None draws one in 0…1 for each trial; a list shares out the trials of a length among its own.
         seed: of keys, depths and the piece of `filler_text`.
         batch_size: prompts in one forward; default: about 16k tokens.
         progress: whether to show a progress bar.
@@ -215,7 +218,7 @@ def _documents(
             f"depths has {len(depths)} values for trials={trials}; each depth needs a trial: raise trials to "
             f"{max(len(depths), 1)} or give 1 to {trials} depths (None draws them at random)"
         )
-    documents = {}
+    documents: dict[int, list[PasskeyDocument]] = {}
     for length in sorted(set(lengths)):
         documents[length] = rows = []
         for trial in range(trials):
@@ -247,7 +250,7 @@ class _Reader:
 
 
 def verdict(text: str, key: str, digits_to_come: int) -> bool | None:
-    """Whether the first run of digits is the key; None while up to `digits_to_come` more digits can decide it."""
+    """Whether the first run of digits is the key; None while `digits_to_come` more digits could decide it."""
     run = re.search("[0-9]+", text)
     found = run.group() if run else ""
     if run and (run.end() < len(text) or digits_to_come == 0):
@@ -259,7 +262,7 @@ def verdict(text: str, key: str, digits_to_come: int) -> bool | None:
 
 def _digits(token: str) -> int:
     # A byte token such as <0x31> stands for one character.
-    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else sum(character in "0123456789" for character in token)
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else sum(letter in "0123456789" for letter in token)
 
 
 def _answers(model: Any, rows: list[PasskeyDocument], reader: _Reader) -> list[tuple[str, bool]]:
@@ -269,16 +272,19 @@ def _answers(model: Any, rows: list[PasskeyDocument], reader: _Reader) -> list[t
     input_ids = torch.tensor([row.input_ids for row in rows], device=device)
     # The logits at a token say what follows it, so the last position has nothing to say.
     chosen = last_logits(model, input_ids, longest + 1)[:, :-1].argmax(-1).tolist()
-    results: list[tuple[str, bool]] = []
+    results: list[tuple[str, bool | None]] = []
     for row, argmax in zip(rows, chosen, strict=True):
         answer, argmax = row.answer, argmax[longest - len(row.answer) :]
         first = next((i for i in range(len(answer)) if argmax[i] != answer[i]), len(answer))
-        text, correct = reader(argmax[: first + 1], len(answer), row.key)
-        if correct is None:
-            prompt = torch.tensor([row.prompt], device=device)
-            text, correct = reader(greedy(model, prompt, len(answer))[0].tolist(), len(answer), row.key)
-        results.append((text, bool(correct)))
-    return results
+        results.append(reader(argmax[: first + 1], len(answer), row.key))
+    unsettled = [i for i, (_, correct) in enumerate(results) if correct is None]
+    # Prompts of one length differ in theirs only where keys are split into different numbers of tokens.
+    for budget in {len(rows[i].answer) for i in unsettled}:
+        open_rows = [i for i in unsettled if len(rows[i].answer) == budget]
+        prompts = torch.tensor([rows[i].prompt for i in open_rows], device=device)
+        for i, tokens in zip(open_rows, greedy(model, prompts, budget).tolist(), strict=True):
+            results[i] = reader(tokens, budget, rows[i].key)
+    return [(text, bool(correct)) for text, correct in results]
 
 
 def _accuracy(trials: Iterable[PasskeyTrial]) -> Accuracy:

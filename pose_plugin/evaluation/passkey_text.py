@@ -20,14 +20,14 @@ from pose_plugin.errors import PoSEError
 
 @dataclass(frozen=True)
 class PasskeyTemplate:
-    """The five texts of a passkey prompt. The default is the one of Mohtashami & Jaggi (2023, arXiv 2305.16300).
+    """The texts of a passkey prompt; the default is that of Mohtashami & Jaggi (2023, arXiv 2305.16300).
 
     Attributes:
         prefix: the task, at the start of the prompt.
         filler: the irrelevant text, repeated as often as the length needs.
         key_sentence: holds the key, as `{key}`, once or more.
         question: the end of the prompt; the answer follows it.
-        answer: what the model should write, with `{key}`; starts with the space that parts it from the question.
+        answer: what the model should write, with `{key}`; begins with the space behind the question.
     """
 
     prefix: str = (
@@ -113,22 +113,21 @@ class PasskeyBuilder:
             start: where in a long real filler text to begin, as a share (0 to 1) of what is left over.
 
         Raises:
-            PoSEError: length below what the template takes (the message names the minimum), depth outside 0…1.
+            PoSEError: a length below what the template takes (which is named), a depth outside 0…1.
         """
         if not 0 <= depth <= 1:
-            raise PoSEError(f"depth={depth} is outside 0…1; 0 puts the key at the start of the filler, 1 at its end")
+            raise PoSEError(f"depth={depth} is outside 0…1; 0 puts the key before the filler, 1 behind it")
         room = length - self.fixed_tokens(key)
         if room < 0:
             raise PoSEError(
-                f"length={length} is smaller than the passkey template, which takes {length - room} tokens with "
-                f"this tokenizer; use a length of at least {length - room}"
+                f"length={length} is smaller than the passkey template, which takes {length - room} tokens "
+                f"with this tokenizer; use a length of at least {length - room}"
             )
         skipped = round(start * max(0, self._filler_once - room))
         filler = self._filler_ids(room)[skipped : skipped + room]
         cut = round(depth * room)
-        line = self._newline
-        prompt = [*self._prefix, *line, *filler[:cut], *line, *self._key_ids(key), *line, *filler[cut:], *line]
-        prompt += self._question
+        lines = [self._prefix, filler[:cut], self._key_ids(key), filler[cut:], self._question]
+        prompt = [*lines[0], *(token for line in lines[1:] for token in [*self._newline, *line])]
         ids = prompt + self._answer_ids(key)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return PasskeyDocument(ids, len(prompt), text, key, depth)
@@ -141,7 +140,7 @@ class PasskeyBuilder:
 
     def _filler_ids(self, room: int) -> list[int]:
         if len(self._filler) < room:
-            # Tokenised as a whole: at the seams a tokenizer may join or split what it does not inside one copy.
+            # Tokenised as a whole: where two copies meet, a tokenizer may join what is apart at an end.
             copies = 2 * room // max(len(self._filler), 1) + 2
             grown = self._piece(self._filler_text * copies)
             while len(grown) < room:
@@ -151,7 +150,7 @@ class PasskeyBuilder:
         return self._filler
 
     def _piece(self, text: str, after: str = "\n") -> list[int]:
-        """Ids of `text` as it reads behind `after`: without the space some tokenizers put before a first word."""
+        """Ids of `text` as it reads behind `after`, without the mark some tokenizers put before a text."""
         before = _ids(self.tokenizer, after)
         both = _ids(self.tokenizer, after + text)
         return both[len(before) :] if both[: len(before)] == before else _ids(self.tokenizer, text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pose_plugin.evaluation.passkey_text import PasskeyTemplate
@@ -19,10 +21,11 @@ TEXT = [
 
 
 def byte_level(digits: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in GPT-2. digits: "single" splits numbers into digits, "joined" learns number tokens."""
+    """Byte-level BPE as in GPT-2. digits: "single" splits numbers up, "joined" learns number tokens."""
     tokenizer = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits == "single" else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    steps: list = [pre_tokenizers.Digits(individual_digits=True)] if digits == "single" else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     numbers = [f" {n}" for n in range(10, 100)] * 3 + [f" {n}" for n in range(100, 1000)] * 2
     trainer = trainers.BpeTrainer(
@@ -33,8 +36,9 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(TEXT + (numbers if digits == "joined" else []), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", clean_up_tokenization_spaces=False
-    )
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -47,12 +51,14 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<unk>", "<s>", "</s>", *(AddedToken(f"<0x{i:02X}>") for i in range(256))],
-        show_progress=False,
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
     # Without line breaks, so that they are written as the byte <0x0A>.
     tokenizer.train_from_iterator([text.replace("\n", " ") for text in TEXT], trainer)
+    data = json.loads(tokenizer.to_str())
+    vocabulary = data["model"]["vocab"]
+    vocabulary.update({f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)})
+    tokenizer = Tokenizer.from_str(json.dumps(data))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )

@@ -3,7 +3,13 @@ import random
 import pytest
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.passkey import PasskeyBuilder, PasskeyTemplate, build_document, build_prompt, random_key
+from pose_plugin.evaluation.passkey import (
+    PasskeyBuilder,
+    PasskeyTemplate,
+    build_document,
+    build_prompt,
+    random_key,
+)
 
 LENGTHS = [180, 181, 182, 190, 233, 256, 777, 1024, 2048]
 
@@ -50,7 +56,8 @@ def test_pieces_read_as_in_one_text(any_tokenizer):
     template = PasskeyTemplate(filler="One two. ", question="Which key? It is", prefix="Find the key.")
     builder = PasskeyBuilder(any_tokenizer, template)
     document = builder.document(builder.fixed_tokens(), 0, "12345")
-    whole = "Find the key.\n\nThe pass key is 12345. Remember it. 12345 is the pass key.\n\nWhich key? It is 12345"
+    hidden = "The pass key is 12345. Remember it. 12345 is the pass key."
+    whole = f"Find the key.\n\n{hidden}\n\nWhich key? It is 12345"
     assert document.text == whole
     assert document.input_ids == any_tokenizer(whole)["input_ids"]
 

@@ -1,0 +1,239 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from rule_model import RuleModel, constant, right_answer, sometimes_wrong
+from transformers import GenerationConfig
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation._model import greedy
+from pose_plugin.evaluation.passkey import (
+    Accuracy,
+    PasskeyResult,
+    PasskeyTrial,
+    build_document,
+    passkey,
+    verdict,
+)
+
+QUIET = {"progress": False}
+
+
+def test_a_perfect_model_scores_one(any_tokenizer):
+    model = RuleModel(right_answer(any_tokenizer), len(any_tokenizer))
+    result = passkey(model, any_tokenizer, [256, 300], trials=6, **QUIET)
+    assert {length: a.value for length, a in result.by_length.items()} == {256: 1.0, 300: 1.0}
+    assert result.k_max() == 300
+    assert result.metrics() == {"passkey/256": 1.0, "passkey/300": 1.0}
+
+
+def test_a_blind_model_scores_zero(any_tokenizer):
+    seven = any_tokenizer("7", add_special_tokens=False)["input_ids"][-1]
+    model = RuleModel(constant(seven), len(any_tokenizer))
+    result = passkey(model, any_tokenizer, [256], trials=20, **QUIET)
+    assert result.by_length[256] == Accuracy(0, 20)
+    assert result.k_max() == 0
+
+
+@pytest.mark.parametrize("name", ["single digits", "joined digits", "with BOS"])
+def test_scores_as_real_generation_does(tokenizers_by_name, name):
+    """Right, wrong, stopped early, another way to the same digits: each prompt as `generate` says."""
+    tokenizer = tokenizers_by_name[name]
+    pieces = ["1", "7", " ", "\n", ".", " 12", " 345", tokenizer.eos_token]
+    tokens = sorted({i for p in pieces for i in tokenizer(p, add_special_tokens=False)["input_ids"]})
+    model = RuleModel(sometimes_wrong(right_answer(tokenizer), tokens, 0.2), len(tokenizer))
+    result = passkey(model, tokenizer, [256], trials=60, **QUIET)
+    for trial in result.trials:
+        document = build_document(tokenizer, 256, trial.depth, trial.key)
+        config = GenerationConfig(
+            do_sample=False, use_cache=False, max_new_tokens=len(document.answer), pad_token_id=0,
+            eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        written = model.generate(torch.tensor([document.prompt]), generation_config=config)[0]
+        text = tokenizer.decode(written[len(document.prompt) :], skip_special_tokens=True)
+        assert trial.correct == (first_digits(text) == trial.key)
+        assert text.startswith(trial.answer)
+    assert 0.2 < result.by_length[256].value < 0.9
+
+
+def first_digits(text: str) -> str:
+    """Written without regular expressions, to share nothing with the scorer."""
+    found = ""
+    for character in text:
+        if character in "0123456789":
+            found += character
+        elif found:
+            break
+    return found
+
+
+def test_an_answer_behind_a_line_break_is_found_token_by_token(tokenizers_by_name):
+    """Llama-like tokenizers write ▁ 1 2 3 4 5; after a line break there is still room for the key."""
+    tokenizer = tokenizers_by_name["with BOS"]
+    right, line_break = right_answer(tokenizer), tokenizer.convert_tokens_to_ids("<0x0A>")
+    mark = tokenizer.convert_tokens_to_ids("▁")
+    model = RuleModel(lambda ids: line_break if right(ids) == mark else right(ids), len(tokenizer))
+    result = passkey(model, tokenizer, [256], trials=3, **QUIET)
+    assert result.by_length[256] == Accuracy(3, 3)
+    assert [trial.answer for trial in result.trials] == ["\n" + trial.key for trial in result.trials]
+
+
+@pytest.mark.parametrize(
+    ("text", "to_come", "expected"),
+    [
+        ("12345", 0, True),
+        (" 12345", 0, True),
+        ("\n12345.", 3, True),
+        ("12345", 1, None),  # a sixth digit would make it wrong
+        ("123456", 0, False),
+        ("123456", 5, False),
+        ("12", 3, None),
+        ("12", 2, False),  # too few to come
+        ("12.", 9, False),  # the run has ended
+        ("13", 9, False),
+        ("", 5, None),
+        ("The", 4, False),
+        ("The", 0, False),
+        ("x 1 12345", 0, False),  # the first run counts
+    ],
+)
+def test_verdict(text, to_come, expected):
+    assert verdict(text, "12345", to_come) is expected
+
+
+def test_one_forward_settles_wrong_digits_and_logits_stay_small(tokenizer):
+    right = right_answer(tokenizer)
+    seven, digits = (tokenizer.convert_tokens_to_ids(list(text)) for text in ("7", "0123456789"))
+    model = RuleModel(lambda ids: seven[0] if right(ids) in digits else right(ids), len(tokenizer))
+    passkey(model, tokenizer, [512], trials=10, batch_size=4, **QUIET)
+    answer = len(build_document(tokenizer, 512, 0.5, "12345").answer)
+    assert answer == 6
+    assert model.forwards == [(4, answer + 1), (4, answer + 1), (2, answer + 1)]
+
+
+def test_what_one_forward_leaves_open_is_decoded_in_batches(tokenizer):
+    """The answer is a space and five digits; after another first token five digits still fit."""
+    model = RuleModel(constant(tokenizer.convert_tokens_to_ids(".")), len(tokenizer))
+    passkey(model, tokenizer, [512], trials=4, batch_size=4, **QUIET)
+    assert model.forwards == [(4, 7)] + 6 * [(4, 1)]
+
+
+def test_greedy_writes_what_generate_writes(make_llama):
+    model = make_llama()
+    ids = torch.randint(0, 400, (3, 40), generator=torch.Generator().manual_seed(1))
+    config = GenerationConfig(do_sample=False, max_new_tokens=7, pad_token_id=0)
+    with torch.no_grad():
+        assert greedy(model, ids, 7).equal(model.generate(ids, generation_config=config)[:, 40:])
+
+
+def test_batches_and_models_without_logits_to_keep_score_the_same(any_tokenizer, make_llama, monkeypatch):
+    model = make_llama(len(any_tokenizer))
+    expected = passkey(model, any_tokenizer, [256], trials=5, batch_size=1, **QUIET)
+    assert passkey(model, any_tokenizer, [256], trials=5, batch_size=3, **QUIET) == expected
+    forward = model.forward
+
+    def older(input_ids, past_key_values=None, use_cache=None):
+        return forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(model, "forward", older)
+    assert passkey(model, any_tokenizer, [256], trials=5, **QUIET) == expected
+
+
+def test_model_and_random_state_are_as_before(tokenizer, make_llama):
+    model = make_llama(attention_dropout=0.5)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    first = passkey(model, tokenizer, [256], trials=4, **QUIET)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.get_rng_state().equal(states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert model.config.use_cache is True
+    assert passkey(model, tokenizer, [256], trials=4, **QUIET) == first
+
+
+def test_state_comes_back_after_an_error(tokenizer, make_llama, monkeypatch):
+    model = make_llama().train()
+    monkeypatch.setattr(model.model, "forward", lambda **kw: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        passkey(model, tokenizer, [256], trials=1, **QUIET)
+    assert model.training and model.lm_head.training
+
+
+def test_every_model_gets_the_same_prompts_and_the_seed_changes_them(tokenizer):
+    models = [RuleModel(rule, len(tokenizer)) for rule in (right_answer(tokenizer), constant(9))]
+    asked = [[(t.key, t.depth) for t in passkey(m, tokenizer, [256], 5, **QUIET).trials] for m in models]
+    assert asked[0] == asked[1]
+    other = passkey(models[1], tokenizer, [256], 5, seed=1, **QUIET)
+    assert [(t.key, t.depth) for t in other.trials] != asked[0]
+    longer = passkey(models[1], tokenizer, [300, 256], 5, **QUIET)
+    assert [(t.key, t.depth) for t in longer.trials if t.length == 256] == asked[0]
+
+
+def test_depths_share_the_trials_out(tokenizer):
+    """Finds the key in the first half only."""
+    right = right_answer(tokenizer)
+
+    def rule(ids):
+        text = tokenizer.decode(ids)
+        return right(ids) if text.index("The pass key is") < 0.55 * len(text) else 9
+
+    result = passkey(RuleModel(rule, len(tokenizer)), tokenizer, [600], 9, depths=[0, 0.5, 1], **QUIET)
+    assert result.by_depth == {(600, 0): Accuracy(3, 3), (600, 0.5): Accuracy(3, 3), (600, 1): Accuracy(0, 3)}
+    assert result.by_length == {600: Accuracy(6, 9)}
+
+
+def trials_of(*rows):
+    return tuple(
+        PasskeyTrial(length, depth, "12345", "", i < correct)
+        for length, depth, correct, total in rows
+        for i in range(total)
+    )
+
+
+def test_random_depths_are_put_together_in_tenths():
+    result = PasskeyResult(trials_of((128, 0.0, 1, 1), (128, 0.09, 0, 1), (128, 1.0, 1, 1)), None, 0, "")
+    assert result.by_depth == {(128, 0.05): Accuracy(1, 2), (128, 0.95): Accuracy(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("correct_of_ten", "expected"),
+    [((10, 10, 10), 512), ((10, 1, 10), 128), ((1, 10, 10), 0), ((10, 2, 0), 256), ((2, 2, 2), 512)],
+)
+def test_k_max(correct_of_ten, expected):
+    rows = [(length, 0.5, n, 10) for length, n in zip((128, 256, 512), correct_of_ten, strict=True)]
+    assert PasskeyResult(trials_of(*rows), None, 0, "").k_max() == expected
+
+
+def test_uncertainty():
+    assert Accuracy(40, 50).standard_error == pytest.approx(0.0566, abs=1e-4)
+    assert Accuracy(40, 50).interval == pytest.approx((0.6696, 0.8876), abs=1e-4)
+    assert Accuracy(50, 50).standard_error == 0
+    assert Accuracy(50, 50).interval == pytest.approx((0.9287, 1.0), abs=1e-4)
+
+
+def test_to_dict_tells_all(tokenizer):
+    result = passkey(RuleModel(right_answer(tokenizer), 400), tokenizer, [256], trials=2, **QUIET)
+    data = result.to_dict()
+    assert data["by_length"] == {"256": {"accuracy": 1.0, "standard_error": 0.0, "trials": 2}}
+    assert data["k_max"] == 256
+    assert "2 prompts a length" in data["definition"] and "seed 0" in data["definition"]
+    assert data["example"].startswith("There is an important info") and len(data["trials"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [256], "trials": 0}, "trials=0"),
+        ({"lengths": [256], "trials": 2, "depths": [0, 0.5, 1]}, "depths has 3 values for trials=2"),
+        ({"lengths": [256], "depths": []}, "depths has 0 values"),
+        ({"lengths": [256, 20]}, "length=20 is smaller than the passkey template"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_runs(tokenizer, arguments, message):
+    with pytest.raises(PoSEError, match=message):
+        passkey(None, tokenizer, **arguments, **QUIET)
