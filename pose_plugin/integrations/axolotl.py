@@ -1,0 +1,230 @@
+"""Axolotl: `plugins: [pose_plugin]` and a `pose:` block. Works in 0.19, 0.20 and 0.21.
+
+The literal name without a dot reaches this class by an entry point: in 0.21 the group `axolotl.plugins`, before that
+the import hook of `pose_plugin._autoload`. 0.21 calls the hooks of every installed plugin in every run, so all of them
+do nothing without a `pose:` block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.utils.collators.batching import DataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
+from pydantic import BaseModel, Field
+
+from pose_plugin._autoload import FORGOTTEN_LINE
+from pose_plugin.collator import PositionCollator
+from pose_plugin.config import PoSESettings, parse_settings
+from pose_plugin.errors import PoSEError
+from pose_plugin.integrations.trainer import bind
+from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
+from pose_plugin.serving import complete_folder
+
+log = logging.getLogger("axolotl.pose_plugin")
+
+_BARE, _DOTTED = "pose_plugin", "pose_plugin.PosePlugin"
+_BUILT_IN = ("use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks")
+
+
+class PoSEArgs(BaseModel):
+    """What Axolotl's schema gains: one block. Its fields are those of `PoSESettings`."""
+
+    pose: dict[str, Any] | None = Field(
+        default=None, json_schema_extra={"description": "Context window extension by pose_plugin"}
+    )
+
+
+class PosePlugin(BasePlugin):
+    """Trains long distances in short windows; see `PoSESettings` for the keys of the `pose:` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        manager = PluginManager()
+        # 0.21 registers installed plugins under their dotted name before it looks up the YAML's names; with this entry
+        # the bare name is known by then. The placeholder does nothing, the dotted instance does it all.
+        if _has_entry_points() and _BARE not in manager.plugins:
+            manager.plugins[_BARE] = BasePlugin()
+
+    def register(self, cfg: Any) -> None:
+        """Checks the block and puts the RoPE override where every later load of the config reads it.
+
+        Raises:
+            PoSEError: naming the key, its value and the way out.
+        """
+        listed = [name for name in map(str, cfg.get("plugins") or []) if name.startswith(_BARE)]
+        if cfg.get("pose") is None:
+            if listed and self._is_live():
+                log.warning(
+                    "plugins names pose_plugin, but there is no `pose:` block: this run trains as without it. Add one, e.g. "
+                    "`pose: {target_length: 32768}`, or remove the plugin"
+                )
+            return
+        if not listed:
+            raise PoSEError(FORGOTTEN_LINE)
+        if not self._is_live():
+            return
+        settings = settings_of(cfg)
+        _refuse_other_keys(cfg, settings)
+        base = _base_config(cfg)
+        plan = plan_rope(base, settings.target_length, settings.rope)
+        for note in plan.notes:
+            log.info("PoSE, rope: %s", note)
+        ours = rope_overrides(base, settings.target_length, settings.rope)
+        cfg["overrides_of_model_config"] = merge_overrides(dict(cfg.get("overrides_of_model_config") or {}), ours)
+        if cfg.get("adapter") and not _has_entry_points():
+            # The other method copies the base's config.json, without the override; there is no hook to mend it.
+            if cfg.get("merge_method") == "memory_efficient":
+                raise PoSEError(
+                    "merge_method=memory_efficient would write the base's config.json into the merged model, without the "
+                    "RoPE extension. Write merge_method: legacy"
+                )
+            cfg["merge_method"] = "legacy"
+
+    def get_input_args(self) -> str | None:
+        return f"{PoSEArgs.__module__}.{PoSEArgs.__qualname__}" if self._is_live() else None
+
+    def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> Any:
+        if not self._active(cfg):
+            return None
+        return make_collator, {"settings": settings_of(cfg), "training": not is_eval}
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        if not self._active(cfg):
+            return
+        collator = trainer.data_collator
+        if not isinstance(collator, PositionCollator):
+            raise PoSEError(
+                f"the trainer's collator is {type(collator).__name__}, not the plugin's: another plugin in "
+                f"plugins={list(cfg.plugins)} sets its own. Put pose_plugin first, or remove the other one"
+            )
+        bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        if self._active(cfg) and getattr(cfg, "local_rank", 0) in (0, None):
+            # After the trainer's own saving Axolotl writes the tokenizer and the model once more.
+            complete_folder(cfg.output_dir, model.config, settings_of(cfg))
+
+    def post_lora_merge(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        if self._active(cfg):
+            _mend_merged(cfg)
+
+    def _active(self, cfg: Any) -> bool:
+        return cfg.get("pose") is not None and self._is_live()
+
+    def _is_live(self) -> bool:
+        """One of several spellings of the name acts: two would enter the schema twice and bind twice."""
+        for plugin in PluginManager().plugins.values():
+            if isinstance(plugin, PosePlugin):
+                return plugin is self
+        return True
+
+
+def settings_of(cfg: Any) -> PoSESettings:
+    """The `pose:` block with what follows from the rest of the YAML.
+
+    Raises:
+        PoSEError: naming the key, its value and the way out.
+    """
+    block = _plain(cfg.get("pose"))
+    sequence_len = cfg.get("sequence_len")
+    if isinstance(block, dict) and block.get("train_length") is None and sequence_len:
+        content = block.get("content", "contiguous")
+        if content in ("skip", "aligned"):
+            raise PoSEError(
+                f"pose.content={content} takes a window out of longer documents, but rows are as long as "
+                f"sequence_len={sequence_len}, which is also the window. Set pose.train_length to the window and "
+                "sequence_len to the documents' length"
+            )
+        block = {**block, "train_length": int(sequence_len)}
+    settings = parse_settings(block)
+    if settings.content != "contiguous" and sequence_len and settings.train_length == sequence_len:
+        raise PoSEError(
+            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}: no row is "
+            "longer than the window. Raise sequence_len to the documents' length, or write content: contiguous"
+        )
+    return settings
+
+
+def make_collator(
+    tokenizer: Any, *, settings: PoSESettings, training: bool, **kwargs: Any
+) -> PositionCollator:
+    """Axolotl's own padding, with our positions in training. `kwargs` are those that Axolotl gives its collators."""
+    collator = PositionCollator(_AxolotlPadding(tokenizer, **kwargs), settings, padding_side=tokenizer.padding_side)
+    collator.training = training
+    return collator
+
+
+class _AxolotlPadding:
+    """Axolotl's collator for packs or for single rows, by what the sampler hands over."""
+
+    def __init__(self, tokenizer: Any, **kwargs: Any) -> None:
+        self.tokenizer = tokenizer
+        self._rows = DataCollatorForSeq2Seq(tokenizer, **kwargs)
+        self._packs = V2BatchSamplerDataCollatorForSeq2Seq(tokenizer, **kwargs)
+
+    def __call__(self, features: list[Any], *args: Any, **kwargs: Any) -> Any:
+        inner = self._packs if isinstance(features[0], list) else self._rows
+        return inner(features, *args, **kwargs)
+
+
+def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
+    for key in _BUILT_IN:
+        if cfg.get(key) is not None:
+            raise PoSEError(
+                f"{key}={cfg.get(key)!r} belongs to Axolotl's built-in use_pose, which cannot run beside the `pose:` block. "
+                f"Remove it; ours are pose.target_length and pose.chunks"
+            )
+    for key, why in {
+        "pretraining_dataset": "Axolotl gives streamed rows its own collator. Use `datasets:` with type: completion",
+        "rl": "preference and RL trainers have collators of their own. Extend the window by supervised training first",
+        "reward_model": "reward trainers have collators of their own",
+        "process_reward_model": "reward trainers have collators of their own",
+        "processor_type": "multimodal rows have 3-D positions. Train the text model",
+    }.items():
+        if cfg.get(key):
+            raise PoSEError(f"{key}={cfg.get(key)!r} and `pose:` cannot be combined: {why}")
+    window, sequence_len = settings.train_length, cfg.get("sequence_len")
+    if window is not None and sequence_len and window > sequence_len:
+        raise PoSEError(
+            f"pose.train_length={window} is longer than sequence_len={sequence_len}, the longest row. Lower it, or raise "
+            "sequence_len"
+        )
+    if cfg.get("eval_sample_packing") is False or cfg.get("test_datasets") or cfg.get("val_set_size"):
+        log.info("PoSE: evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)
+
+
+def _base_config(cfg: Any) -> Any:
+    from transformers import AutoConfig
+
+    name = cfg.get("base_model_config") or cfg.get("base_model")
+    revision = {"revision": cfg.get("revision_of_model")} if cfg.get("revision_of_model") else {}
+    return AutoConfig.from_pretrained(name, trust_remote_code=cfg.get("trust_remote_code") is True, **revision)
+
+
+def _has_entry_points() -> bool:
+    """Axolotl 0.21 and later."""
+    from axolotl.integrations import base
+
+    return hasattr(base, "PLUGIN_ENTRY_POINT_GROUP")
+
+
+def _mend_merged(cfg: Any) -> None:
+    from axolotl.loaders.utils import load_model_config
+
+    folder = Path(cfg.output_dir) / "merged"
+    config = load_model_config(cfg)
+    config.save_pretrained(folder)
+    complete_folder(folder, config, settings_of(cfg))
+
+
+def _plain(value: Any) -> Any:
+    """Axolotl's DictDefault answers None for keys that are missing; plain dicts do not."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,140 @@
+"""What PoSE needs from a transformers `Trainer`, whoever made it (Axolotl, TRL or the user)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from pose_plugin.attention import RestartBoundaries, require_packing_support
+from pose_plugin.collator import PositionCollator
+from pose_plugin.errors import PoSEError
+from pose_plugin.positions import coverage
+from pose_plugin.rope import verify_rope
+from pose_plugin.selftest import self_test
+from pose_plugin.serving import complete_folder
+
+log = logging.getLogger("pose_plugin")
+
+
+def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
+    """Lets a trainer and its collator know of each other.
+
+    The collator learns the epoch; evaluation gets plain positions; the run is checked before its first step;
+    what is saved holds the extended config.
+
+    Args:
+        trainer: with `trainer.data_collator` set.
+        collator: the one that draws the training positions.
+        pack: how rows are packed, see `self_test`.
+    """
+    trainer.add_callback(PoSECallback(trainer, collator, pack))
+    for name in ("get_eval_dataloader", "get_test_dataloader"):
+        _with_plain_positions(trainer, name, collator)
+    save_model = trainer.save_model
+
+    @functools.wraps(save_model)
+    def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        save_model(output_dir, *args, **kwargs)
+        if trainer.args.should_save:
+            _complete(trainer, collator, output_dir or trainer.args.output_dir)
+
+    trainer.save_model = save  # type: ignore[method-assign]
+
+
+class PoSECallback(TrainerCallback):
+    """Checks the run before its first step and tells the collator the epoch."""
+
+    def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
+        self.trainer, self.collator, self.pack = trainer, collator, pack
+        self.boundaries = RestartBoundaries()
+        self._next_epoch = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs.get("model") or self.trainer.model
+        settings = self.collator.settings
+        # After a resume the trainer goes on in the epoch in which it was stopped.
+        self._next_epoch = int((state.epoch or 0) + 1e-6)
+        require_window(model.config, settings.target_length)
+        verify_rope(model)
+        if self.pack is not None:
+            require_packing_support(model)
+            self.boundaries.install()
+            # With a cache, transformers looks for no documents at all and packed ones would mix.
+            model.config.get_text_config().use_cache = False
+        tokenizer = self.trainer.processing_class
+        if getattr(tokenizer, "model_max_length", settings.target_length) < settings.target_length:
+            tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
+        if state.is_world_process_zero:
+            self._describe()
+        if settings.self_test and settings.sampler != "none":
+            self._self_test(args)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.collator.set_epoch(self._next_epoch)
+        self._next_epoch += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.boundaries.undo()
+        trained = self.collator.trained()
+        if trained["documents"]:
+            log.info(
+                "PoSE: this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d tokens, "
+                "farthest position %(farthest)d",
+                trained,
+            )
+
+    def _describe(self) -> None:
+        settings = self.collator.settings
+        log.info("PoSE: %s", settings.model_dump(exclude_defaults=True))
+        if settings.train_length is not None and settings.sampler != "none":
+            chances = coverage(settings, draws=500)
+            log.info("PoSE: chance that one row of %d trains a distance\n%s", settings.train_length, chances.table())
+
+    def _self_test(self, args: Any) -> None:
+        rows = 2 if args.per_device_train_batch_size > 1 else 1
+        try:
+            report = self_test(self.trainer.model_wrapped, self.collator, pack=self.pack, rows=rows)
+        except PoSEError:
+            self.boundaries.undo()
+            raise
+        log.info("PoSE: self-test passed, %s", report)
+
+
+def require_window(config: Any, target_length: int) -> None:
+    """Checks that a model was built for the target.
+
+    Raises:
+        PoSEError: its maximum is below the target, or it has none (no rotary positions).
+    """
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if most is None or most < target_length:
+        raise PoSEError(
+            f"the model ({text.model_type}) has max_position_embeddings={most}, but target_length={target_length}. Build "
+            f"it from extend_context(config, target_length={target_length}, rope='yarn'); rope='none' keeps the "
+            "frequencies as they are"
+        )
+
+
+def _with_plain_positions(trainer: Trainer, name: str, collator: PositionCollator) -> None:
+    make = getattr(trainer, name)
+
+    @functools.wraps(make)
+    def make_plain(*args: Any, **kwargs: Any) -> Any:
+        if trainer.data_collator is not collator:
+            return make(*args, **kwargs)
+        trainer.data_collator = collator.plain()
+        try:
+            return make(*args, **kwargs)
+        finally:
+            trainer.data_collator = collator
+
+    setattr(trainer, name, make_plain)
+
+
+def _complete(trainer: Trainer, collator: PositionCollator, folder: str) -> None:
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    complete_folder(folder, model.config, collator.settings)

@@ -1,0 +1,61 @@
+"""Shared fixtures: a tokenizer and a tiny random model, both made on the spot."""
+
+from __future__ import annotations
+
+import os
+
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+    "WANDB_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    # A machine with a GPU must give the same results as one without.
+    "CUDA_VISIBLE_DEVICES": "",
+}.items():
+    os.environ.setdefault(name, value)
+
+import pytest
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+def make_tokenizer(size: int = 128, side: str = "right"):
+    """Words w0…w127 by white space; w0 pads, w2 ends."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="w0", eos_token="w2", unk_token="w1", padding_side=side, model_max_length=64
+    )
+
+
+def make_llama(attention: str = "sdpa", **changes):
+    """A random Llama of two layers; every caller gets the same weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "use_cache": False,
+        **changes,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM._from_config(LlamaConfig(**values), attn_implementation=attention)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pose_plugin.config import parse_settings
+from pose_plugin.positions import coverage
+
+DISTANCES = [1024, 1536, 2047, 4096, 8192, 14336, 15360, 16000, 16380]
+# Chance that one example holds a pair at each distance; L_c = 2048, L_t = 16384.
+PUBLISHED = {
+    ("pose", "reference"): [1.00, 0.55, 0.14, 0.15, 0.14, 0.15, 0.08, 0.03, 0.00],
+    ("pose", "paper"): [1.00, 0.55, 0.14, 0.15, 0.13, 0.14, 0.07, 0.03, 0.00],
+    ("clamped", "paper"): [1.00, 0.58, 0.22, 0.12, 0.11, 0.11, 0.17, 0.13, 0.11],
+}
+
+
+def settings(**changes):
+    return parse_settings({"target_length": 16384, "train_length": 2048, **changes})
+
+
+@pytest.mark.parametrize("sampler, variant", PUBLISHED)
+def test_coverage_of_two_chunks_from_2k_to_16k(sampler, variant):
+    seen = coverage(settings(sampler=sampler, variant=variant), draws=8000).probability[DISTANCES]
+    # Both are simulated with 8000 draws: 0.004 standard error each, and two decimals.
+    assert np.abs(seen - PUBLISHED[sampler, variant]).max() < 0.025
+
+
+def exact_two_chunks(window: int, target: int) -> np.ndarray:
+    """P(d ≤ max(l0, l1) − 1 or u + 1 ≤ d ≤ u + n − 1): l0 and u are independent, the far interval knows no l0."""
+    distance = np.arange(target)
+    longest = np.maximum(np.arange(1, window), window - np.arange(1, window))
+    near = np.array([(longest > d).mean() for d in distance])
+    first, last = np.maximum(distance - window + 1, 0), np.minimum(distance - 1, target - window)
+    far = np.maximum(last - first + 1, 0) / (target - window + 1)
+    chance = 1 - (1 - near) * (1 - far)
+    chance[0] = 0
+    return chance
+
+
+def test_simulation_agrees_with_the_closed_form():
+    seen = coverage(parse_settings({"target_length": 256, "train_length": 32}), draws=20000).probability
+    # 20000 draws: 0.0035 standard error at most; 256 distances.
+    assert np.abs(seen[1:] - exact_two_chunks(32, 256)[1:]).max() < 0.015
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_intervals_count_what_listing_all_pairs_counts(chunks):
+    from pose_plugin.positions.coverage import _count_by_autocorrelation, _count_by_intervals
+    from tests.positions.test_samplers import sample
+
+    layout = sample(60, window=20, target=90, chunks=chunks)
+    listed = np.zeros(91)
+    for row in range(layout.rows):
+        positions = layout.position_ids(row)
+        for distance in {int(b - a) for a in positions for b in positions if b > a}:
+            listed[distance] += 1
+    assert _count_by_intervals(layout, 90)[:90].tolist() == listed[:90].tolist()
+    assert _count_by_autocorrelation(layout, 90)[:90].tolist() == listed[:90].tolist()
+
+
+def test_no_skip_covers_the_window_and_nothing_else():
+    seen = coverage(settings(sampler="none"), draws=10).probability
+    assert (seen[1:2048] == 1).all() and (seen[2048:] == 0).all()
+
+
+def test_randpos_covers_almost_everything():
+    seen = coverage(settings(sampler="randpos"), draws=20).probability
+    assert seen[DISTANCES[:-2]].min() == 1.0
+
+
+def test_more_chunks_cover_more_of_the_far_distances():
+    two, three = (coverage(settings(chunks=n), draws=4000).probability for n in (2, 3))
+    assert three[4096] > two[4096] and three[14336] > two[14336]
+    assert three[1024] < two[1024]
+
+
+def test_margin_lifts_the_last_distances():
+    plain = coverage(settings(), draws=4000).probability[16000]
+    wide = coverage(settings(target_margin=2048), draws=4000).probability[16000]
+    assert plain < 0.05 < 0.1 < wide
+
+
+def test_table_and_rows():
+    result = coverage(settings(), draws=2000)
+    head, body = result.table([1024, 16000]).splitlines()
+    assert head.split() == ["distance", "1024", "16000"]
+    assert body.split()[0] == "chance" and 0.99 < float(body.split()[1]) <= 1
+    assert result.after(100)[1024] == pytest.approx(100 * result.probability[1024])

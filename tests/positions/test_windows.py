@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pose_plugin.config import parse_settings
+from pose_plugin.errors import PoSEError
+from pose_plugin.positions import draw_windows
+
+
+def documents(count: int = 8, size: int = 200):
+    return [np.random.default_rng(i).integers(0, 1000, size) for i in range(count)]
+
+
+def settings(**changes):
+    return parse_settings({"target_length": 512, "train_length": 64, **changes})
+
+
+def same(a, b) -> bool:
+    return all(
+        np.array_equal(x.position_ids, y.position_ids) and np.array_equal(x.content, y.content)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_positions_depend_on_seed_epoch_and_tokens_only():
+    docs = documents()
+    first = draw_windows(docs, settings(content="skip"), 3)
+    random.seed(1)
+    np.random.seed(1)
+    assert same(first, draw_windows(docs, settings(content="skip"), 3))
+    assert same(first[5:6], draw_windows(docs[5:6], settings(content="skip"), 3)), "alone or in a batch"
+    assert same(first[::-1], draw_windows(docs[::-1], settings(content="skip"), 3)), "in any order"
+    as_lists = [doc.tolist() for doc in docs]
+    assert same(first, draw_windows(as_lists, settings(content="skip"), 3)), "as a list or an array"
+    for other in (
+        draw_windows(docs, settings(content="skip"), 4),
+        draw_windows(docs, settings(content="skip", seed=1), 3),
+        draw_windows([doc + 1 for doc in docs], settings(content="skip"), 3),
+    ):
+        assert not any(
+            np.array_equal(x.position_ids, y.position_ids) for x, y in zip(first, other, strict=True)
+        )
+
+
+def test_global_generators_are_not_touched():
+    before = random.getstate(), np.random.get_state()[1].copy()
+    draw_windows(documents(), settings(sampler="randpos"), 0)
+    assert random.getstate() == before[0]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+def test_contiguous_takes_the_head_and_marks_no_seam():
+    for window in draw_windows(documents(), settings(), 0):
+        assert window.content.tolist() == list(range(64))
+        assert window.seams.size == 0
+        assert window.position_ids[-1] > 63
+
+
+def test_skip_reads_the_whole_document_and_marks_where_it_jumped():
+    farthest = 0
+    for window in draw_windows(documents(200), settings(content="skip"), 0):
+        jumps = np.flatnonzero(np.diff(window.content) != 1) + 1
+        assert window.seams.tolist() == jumps.tolist()
+        assert window.content[0] == 0 and len(window.content) == 64 and window.content[-1] < 200
+        farthest = max(farthest, int(window.content[-1]))
+    assert farthest > 190
+
+
+def test_aligned_puts_text_where_it_stands_and_goes_no_farther_than_the_text():
+    for window in draw_windows(documents(100), settings(content="aligned"), 0):
+        assert np.array_equal(window.content, window.position_ids)
+        assert window.content[-1] < 200
+
+
+def test_short_documents_keep_their_length_and_still_reach_far():
+    windows = draw_windows(documents(50, size=10), settings(content="skip"), 0)
+    assert all(window.content.tolist() == list(range(10)) for window in windows)
+    assert max(window.position_ids[-1] for window in windows) > 400
+    assert all(window.seams.size == 0 for window in windows)
+
+
+def test_unskipped_ratio_leaves_that_share_plain():
+    windows = draw_windows(documents(2000, size=64), settings(unskipped_ratio=0.25), 0)
+    plain = np.mean([window.position_ids[-1] == 63 for window in windows])
+    assert abs(plain - 0.25) < 0.04
+
+
+def test_margin_goes_beyond_the_target():
+    windows = draw_windows(documents(500, size=64), settings(target_margin=100), 0)
+    last = max(window.position_ids[-1] for window in windows)
+    assert 560 < last < 612
+
+
+def test_three_pieces_of_content_follow_one_another():
+    for window in draw_windows(documents(50), settings(content="skip", chunks=3), 0):
+        assert (np.diff(window.content) > 0).all()
+        assert len(window.seams) <= 2
+
+
+def test_a_sample_longer_than_the_target_says_what_to_do():
+    with pytest.raises(PoSEError, match=r"600 tokens, more than target_length=512.*train_length"):
+        draw_windows([np.arange(600)], parse_settings({"target_length": 512}), 0)
+
+
+def test_no_documents_is_no_window():
+    assert draw_windows([], settings(), 0) == []
