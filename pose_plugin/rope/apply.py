@@ -1,0 +1,183 @@
+"""Writing a plan into a config: for a model to be built, for a saved config.json, and for Axolotl.
+
+Notable: readers disagree about the keys. transformers 5 reads `rope_parameters`, but on load lets a
+top-level `rope_scaling` win over it; transformers 4 and llama.cpp read only the top-level keys. So both
+forms are written and hold the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from pose_plugin.config import RopeSettings
+from pose_plugin.errors import PoSEError
+from pose_plugin.rope.kinds import normalise
+from pose_plugin.rope.plan import RopePlan, plan_rope
+from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, text_config
+
+_GPT_NEOX = ("gpt_neox", "gpt_neox_japanese")
+# Nested models whose transformers 4 form can be written: the old key of the sliding layers' base.
+_OLD_LOCAL_BASE = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
+_TOP_KEYS = ("rope_theta", "rope_scaling")
+
+
+def extend_context(
+    config: Any,
+    target_length: int,
+    rope: str | dict[str, Any] | RopeSettings = "yarn",
+    **rope_settings: Any,
+) -> Any:
+    """A copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
+
+    Args:
+        config: a transformers config, or the dict of a config.json (then a dict comes back). Not modified.
+        target_length: L_t, the wanted window in tokens.
+        rope: a type's name, the settings as a dict, or RopeSettings.
+        rope_settings: more settings beside a name, e.g. `rope="base", theta=2e8`.
+
+    Raises:
+        PoSEError: see `plan_rope`; or a setting was given twice.
+
+    Example:
+        >>> config = extend_context(AutoConfig.from_pretrained(base), target_length=32768, rope="yarn")
+        >>> model = AutoModelForCausalLM.from_pretrained(base, config=config)
+    """
+    if rope_settings:
+        if isinstance(rope, RopeSettings):
+            rope = rope.model_dump(exclude_unset=True)
+        settings = {"type": rope} if isinstance(rope, str) else dict(rope)
+        twice = sorted(settings.keys() & rope_settings.keys())
+        if twice:
+            raise PoSEError(f"rope.{twice[0]} is given both in rope and as a keyword; keep one of them")
+        rope = settings | rope_settings
+    return apply_plan(config, plan_rope(config, target_length, rope))
+
+
+def apply_plan(config: Any, plan: RopePlan) -> Any:
+    """A copy of `config` with the plan's rope parameters, maximum, record and the copies for older readers."""
+    result = copy.deepcopy(config)
+    text = text_config(result)
+    parameters, extra = copy.deepcopy(plan.rope_parameters), _beside(plan)
+    # The rope goes first: a yarn dict without the original length would take the maximum that is then in force.
+    if isinstance(text, Mapping):
+        store: dict[str, Any] = text  # type: ignore[assignment]
+        if not plan.fixed:
+            store["rope_parameters"] = parameters
+        store["max_position_embeddings"] = plan.max_position_embeddings
+    else:
+        store = text.__dict__
+        if not plan.fixed:
+            text.rope_parameters = parameters
+        text.max_position_embeddings = plan.max_position_embeddings
+    for key in _TOP_KEYS:
+        store.pop(key, None)
+    # Not by setattr: a config object has a `rope_scaling` property, and setting it replaces rope_parameters.
+    store.update(extra)
+    return result
+
+
+def rope_overrides(
+    config: Any, target_length: int, rope: str | dict[str, Any] | RopeSettings = "yarn"
+) -> dict[str, Any]:
+    """The plan as Axolotl's `overrides_of_model_config`, which Axolotl puts on each config it loads by setattr.
+
+    `rope_scaling` is left out: as an attribute it is another name of `rope_parameters`, and
+    would replace a nested dict by a flat one.
+
+    Raises:
+        PoSEError: see `plan_rope`; or the text model sits inside a multimodal config, out of setattr's reach.
+    """
+    whole = as_config(config)
+    plan = plan_rope(whole, target_length, rope)
+    if text_config(whole) is not whole:
+        raise PoSEError(
+            f"the rope of this model sits in its text_config (model type {plan.model_type!r}), where "
+            "overrides_of_model_config does not reach. Save `extend_context(config, …)` into a folder and "
+            "point base_model_config at it"
+        )
+    result: dict[str, Any] = {} if plan.fixed else {"rope_parameters": copy.deepcopy(plan.rope_parameters)}
+    result["max_position_embeddings"] = plan.max_position_embeddings
+    result.update({key: value for key, value in _beside(plan).items() if key != "rope_scaling"})
+    return result
+
+
+def merge_overrides(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The plan's overrides together with the user's own.
+
+    Raises:
+        PoSEError: both say something, and not the same, about the rope or the maximum.
+    """
+    result = copy.deepcopy(dict(ours))
+    for key, value in (theirs or {}).items():
+        name = "rope_parameters" if key == "rope_scaling" else key
+        if name not in ours:
+            result[key] = copy.deepcopy(value)
+            continue
+        _refuse_contradiction(f"overrides_of_model_config.{key}", ours[name], value)
+    return result
+
+
+def _refuse_contradiction(path: str, ours: Any, theirs: Any) -> None:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        flat = not any(isinstance(value, Mapping) for value in theirs.values())
+        wanted = normalise(theirs) if flat and "rope_type" in ours and ("type" in theirs) else theirs
+        for key, value in wanted.items():
+            _refuse_contradiction(f"{path}.{key}", ours.get(key), value)
+    elif ours != theirs:
+        raise PoSEError(
+            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove it, "
+            "or say it through pose.rope (with pose.rope: none the model keeps its frequencies)"
+        )
+
+
+def legacy_copies(parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The top-level keys from which transformers 4, llama.cpp and older vLLM read the same rope.
+
+    Args:
+        parameters: complete rope parameters, flat or nested by layer type.
+        model_type: the text model's.
+
+    Returns:
+        `rope_theta` and `rope_scaling` (null for plain RoPE), and what single families need beside them;
+        nothing for a nested rope that the old form cannot express.
+    """
+    nested = any(isinstance(value, Mapping) for value in parameters.values())
+    if not nested:
+        copies = _flat_copies(parameters)
+        if model_type in _GPT_NEOX:
+            copies["rotary_emb_base"] = copies["rope_theta"]
+            copies["rotary_pct"] = copies.pop("partial_rotary_factor", 1.0)
+        return copies
+    full, sliding = parameters.get(FULL), parameters.get("sliding_attention")
+    if not isinstance(full, Mapping) or not isinstance(sliding, Mapping) or sliding["rope_type"] != "default":
+        return {}
+    if model_type in _OLD_LOCAL_BASE:
+        return _flat_copies(full) | {_OLD_LOCAL_BASE[model_type]: sliding["rope_theta"]}
+    if model_type == "olmo3" and sliding["rope_theta"] == full["rope_theta"]:
+        return _flat_copies(full)
+    return {}
+
+
+def _flat_copies(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kind = parameters["rope_type"]
+    copies: dict[str, Any] = {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if kind == "default" else copy.deepcopy(dict(parameters)),
+    }
+    if "partial_rotary_factor" in parameters:
+        copies["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if kind == "longrope":  # transformers 4 looks for it outside of the rope dict
+        copies["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    return copies
+
+
+def _beside(plan: RopePlan) -> dict[str, Any]:
+    """What is written next to rope_parameters and the maximum."""
+    extra = {} if plan.fixed else legacy_copies(plan.rope_parameters, plan.model_type)
+    if plan.top_original:
+        # Phi-3 lets this key win over the rope dict's own.
+        extra["original_max_position_embeddings"] = plan.original_length
+    extra[RECORD_KEY] = plan.record
+    return extra

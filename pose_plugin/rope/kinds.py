@@ -1,0 +1,250 @@
+"""The closed form of every RoPE kind, in float64 and independent of any framework.
+
+With d the rotary head dimension, i = 0 … d/2−1 and θ_i = base^(−2i/d), the angle of position p in
+dimension pair i is p·θ_i. Every kind of context extension replaces θ_i by something slower; what it
+replaces it by is one function here, and `inverse_frequencies` picks the function from a complete
+`rope_parameters` dict. `verify_rope` holds a live model against these numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pose_plugin.errors import PoSEError
+
+Frequencies = npt.NDArray[np.float64]
+Parameters = Mapping[str, Any]
+
+# Old names that checkpoints still carry.
+_ALIASES = {"su": "longrope"}
+
+
+def plain_frequencies(base: float, dim: int) -> Frequencies:
+    """θ_i = base^(−2i/d). Returns shape [dim / 2], radians per token."""
+    return np.power(float(base), -np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def ntk_base(base: float, factor: float, dim: int) -> float:
+    """The NTK-aware base, base·s^(d/(d−2)): the slowest pair is stretched by exactly s, the fastest not at all."""
+    if dim <= 2:
+        raise PoSEError(f"the NTK base needs a rotary dimension above 2, got {dim}; use rope.type: linear")
+    return float(base) * float(factor) ** (dim / (dim - 2))
+
+
+def dynamic_inner_term(factor: float, length: float, original_length: float) -> float:
+    """s·L/L_0 − (s−1), what dynamic NTK raises to d/(d−2); 1 at L = L_0."""
+    return factor * length / original_length - (factor - 1)
+
+
+def yarn_range(
+    base: float,
+    dim: int,
+    original_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> tuple[float, float]:
+    """The pair indices (low, high) between which YaRN blends; arXiv 2309.00071, section 3.2.
+
+    A pair that turns r times within the original window sits at d·ln(L_0 / (2πr)) / (2·ln base). Pairs
+    below `low` turn more than `beta_fast` times and are kept, pairs above `high` turn less than
+    `beta_slow` times and are divided by s.
+    """
+
+    def pair_turning(rotations: float) -> float:
+        return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
+
+
+def yarn_ramp(
+    base: float,
+    dim: int,
+    original_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> Frequencies:
+    """r_i = clip((i − low) / (high − low), 0, 1): 0 keeps a pair, 1 divides it by s. Shape [dim / 2]."""
+    low, high = yarn_range(base, dim, original_length, beta_fast, beta_slow, truncate)
+    if low == high:
+        high += 0.001  # the step transformers takes instead of dividing by zero
+    ramp: Frequencies = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+    return ramp
+
+
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
+    """0.1·weight·ln s + 1, the scale of cos and sin (so its square scales the logits); 1 for s ≤ 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def longrope_attention_factor(factor: float, original_length: int) -> float:
+    """√(1 + ln s / ln L_0), arXiv 2402.13753; 1 for s ≤ 1."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
+
+
+def revised_yarn_factors(
+    base: float,
+    dim: int,
+    factor: float,
+    original_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+) -> Frequencies:
+    """What the PoSE authors' code calls YaRN: θ_i is divided by m_i + s·(1 − m_i), m = 1 − ramp.
+
+    YaRN blends the frequencies, this blends the divisors: the same at both ends of the ramp, slower in
+    between (16.5 times at s = 64). Returns the divisors, shape [dim / 2].
+    """
+    kept = 1.0 - yarn_ramp(base, dim, original_length, beta_fast, beta_slow)
+    return kept + factor * (1.0 - kept)
+
+
+def normalise(parameters: Parameters) -> dict[str, Any]:
+    """A copy of one flat rope dict with `rope_type` set and whole lengths as int; the argument is untouched.
+
+    `{"type": "yarn"}`, the spelling of older checkpoints, becomes `{"rope_type": "yarn"}`.
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(parameters))
+    old = result.pop("type", None)
+    kind = result.get("rope_type") or old or "default"
+    result["rope_type"] = _ALIASES.get(kind, kind)
+    length = result.get("original_max_position_embeddings")
+    if isinstance(length, float) and length.is_integer():
+        result["original_max_position_embeddings"] = int(length)
+    return result
+
+
+def inverse_frequencies(
+    parameters: Parameters,
+    dim: int,
+    *,
+    max_position_embeddings: int | None = None,
+    length: int | None = None,
+) -> tuple[Frequencies, float]:
+    """The frequencies and the attention factor that one complete rope dict stands for.
+
+    Args:
+        parameters: `rope_type`, `rope_theta` and whatever the type needs (not nested by layer type).
+        dim: d, the rotated dimensions of a head; a partial rotary factor is already in it, except for
+            `proportional`, which takes the whole head and leaves its tail at frequency 0.
+        max_position_embeddings: L_t, for kinds that leave `factor` to be derived from it.
+        length: the largest position + 1 of a batch, for the kinds that depend on it (`longrope` picks its
+            list by it, `dynamic` its base). Default: `max_position_embeddings`; `longrope` without either
+            takes the long list.
+
+    Returns:
+        inverse frequencies of shape [dim / 2] in radians per token, and the factor on cos and sin.
+
+    Raises:
+        PoSEError: an unknown type, a missing key, or lists of the wrong length.
+    """
+    values = normalise(parameters)
+    kind = values["rope_type"]
+    if kind not in _KINDS:
+        raise PoSEError(f"rope_type={kind!r} has no closed form here; known: {', '.join(sorted(_KINDS))}")
+    if values.get("rope_theta") is None:
+        raise PoSEError(f"the rope parameters lack rope_theta, the base: {dict(parameters)}; add it")
+    try:
+        return _KINDS[kind](values, dim, max_position_embeddings, length)
+    except KeyError as missing:
+        raise PoSEError(
+            f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to rope_parameters"
+        ) from None
+
+
+def _original(values: Parameters) -> int:
+    return int(values["original_max_position_embeddings"])
+
+
+def _stretch(values: Parameters, maximum: int | None) -> float:
+    """`factor`, or maximum / original where the dict leaves it out, as Phi-3 and DeepSeek checkpoints do."""
+    if values.get("factor") is not None:
+        return float(values["factor"])
+    if maximum is None:
+        raise KeyError("factor")
+    return maximum / _original(values)
+
+
+def _default(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    return plain_frequencies(values["rope_theta"], dim), 1.0
+
+
+def _linear(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    return plain_frequencies(values["rope_theta"], dim) / float(values["factor"]), 1.0
+
+
+def _proportional(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
+    turning = int(float(values.get("partial_rotary_factor", 1.0)) * dim // 2)
+    frequencies = plain_frequencies(values["rope_theta"], dim) / float(values.get("factor") or 1.0)
+    frequencies[turning:] = 0.0
+    return frequencies, 1.0
+
+
+def _dynamic(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    if maximum is None:
+        raise KeyError("max_position_embeddings")
+    inner = dynamic_inner_term(float(values["factor"]), max(length or 0, maximum), maximum)
+    return plain_frequencies(ntk_base(values["rope_theta"], inner, dim), dim), 1.0
+
+
+def _yarn(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    factor, original = _stretch(values, maximum), _original(values)
+    base = float(values["rope_theta"])
+    # `or`: transformers reads an explicit null or 0 as the default.
+    fast, slow = float(values.get("beta_fast") or 32.0), float(values.get("beta_slow") or 1.0)
+    ramp = yarn_ramp(base, dim, original, fast, slow, bool(values.get("truncate", True)))
+    plain = plain_frequencies(base, dim)
+    attention = values.get("attention_factor")
+    if attention is None:
+        attention = yarn_attention_factor(factor)
+        # DeepSeek puts the temperature into the softmax scale and leaves only the ratio to cos and sin.
+        if values.get("mscale") and values.get("mscale_all_dim"):
+            attention = yarn_attention_factor(factor, values["mscale"])
+            attention /= yarn_attention_factor(factor, values["mscale_all_dim"])
+    return plain * (1.0 - ramp) + plain / factor * ramp, float(attention)
+
+
+def _longrope(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    original = _original(values)
+    reach = length if length is not None else maximum
+    name = "long_factor" if reach is None or reach > original else "short_factor"
+    divisors = np.asarray(values[name], dtype=np.float64)
+    if divisors.shape != (dim // 2,):
+        raise PoSEError(f"longrope: {name} has {divisors.size} entries, but {dim} rotated dimensions need {dim // 2}")
+    attention = values.get("attention_factor")
+    if attention is None:
+        attention = longrope_attention_factor(_stretch(values, maximum), original)
+    return plain_frequencies(values["rope_theta"], dim) / divisors, float(attention)
+
+
+def _llama3(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    factor, original = float(values["factor"]), _original(values)
+    low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
+    plain = plain_frequencies(values["rope_theta"], dim)
+    # L_0 / λ, the turns of a pair within the original window: above `high` kept, below `low` divided by s.
+    turns = original * plain / (2 * math.pi)
+    weight = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 - weight) * plain / factor + weight * plain, 1.0
+
+
+_KINDS: dict[str, Callable[[Parameters, int, int | None, int | None], tuple[Frequencies, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "proportional": _proportional,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

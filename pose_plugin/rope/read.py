@@ -1,0 +1,234 @@
+"""What a model's config says about its rotary embedding, in one form whatever the model.
+
+The config may be a transformers config or the dict of a config.json, flat or nested by layer type, with
+a text model inside a multimodal one or not. Nothing given is modified.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.rope.kinds import normalise
+
+# The key under which a config remembers what it was before; unknown to every reader, kept by all of them.
+RECORD_KEY = "pose_plugin"
+FULL = "full_attention"
+_WITH_ORIGINAL = ("yarn", "longrope", "llama3")
+
+# Text positions of these are three numbers each (time, height, width): one stretched axis has no meaning.
+_MROPE = (
+    "cohere_compass", "cosmos3_edge", "ernie4_5_vl", "glm4v", "glm_image", "glm_ocr", "hunyuan_vl", "paddleocr_vl",
+    "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_omni", "qwen3_vl", "qwen4_exp",
+)  # fmt: skip
+_NOT_ROTARY = {
+    "bloom": "ALiBi biases",
+    "mpt": "ALiBi biases",
+    "gpt2": "a learned table of positions",
+    "gpt_neo": "a learned table of positions",
+    "gpt_bigcode": "a learned table of positions",
+    "opt": "a learned table of positions",
+    "bert": "a learned table of positions",
+    "roberta": "a learned table of positions",
+    "t5": "relative position buckets",
+    "mamba": "no positions (a state space model)",
+    "mamba2": "no positions (a state space model)",
+}
+# Rotary, but their modelling code computes one table with base 10000 and reads nothing from the config.
+_FIXED = ("gptj", "codegen")
+
+
+@dataclass(frozen=True)
+class RopeSource:
+    """The rope of one model: what it is now, and what it was before any stretching."""
+
+    model_type: str
+    parameters: dict[str, Any]  # complete; flat, or one dict per layer type
+    layer_type: str | None  # the key of `parameters` that may be changed; None where it is flat
+    rotary_dim: int
+    max_position_embeddings: int
+    original_length: int
+    original_theta: float
+    record: dict[str, Any]
+    sliding_window: int | None
+    sliding_layers: tuple[int, int]  # layers with the window, of all
+    top_original: bool  # the config also keeps original_max_position_embeddings outside of the rope dict
+    latent_attention: bool  # DeepSeek's MLA: part of a head is not rotated
+    fixed: bool  # the modelling code ignores rope parameters
+    notes: tuple[str, ...]
+
+    @property
+    def current(self) -> dict[str, Any]:
+        """The flat dict that a plan replaces."""
+        return dict(self.parameters[self.layer_type]) if self.layer_type else dict(self.parameters)
+
+
+def lookup(config: Any, name: str, default: Any = None) -> Any:
+    """A value of a config object or of a config dict."""
+    return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+
+
+def text_config(config: Any) -> Any:
+    """The part that describes the decoder: itself, or what a multimodal config holds inside."""
+    if isinstance(config, Mapping):
+        inner = config.get("text_config")
+        return inner if isinstance(inner, Mapping) else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def as_config(config: Any) -> Any:
+    """A config object for the dict of a config.json, so that each model's own defaults apply.
+
+    A dict whose model_type transformers does not know stays a dict and has to be complete.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return copy.deepcopy(dict(config))
+    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+
+
+def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
+    """Reads the rope of a model.
+
+    Args:
+        config: a transformers config or the dict of a config.json.
+        original_length: overrides what the config says about L_0, tokens.
+
+    Raises:
+        PoSEError: the model has no rotary positions, or none that one factor can stretch.
+    """
+    whole = as_config(config)
+    text = text_config(whole)
+    model_type = str(lookup(text, "model_type") or lookup(whole, "model_type") or "unknown")
+    fixed = model_type in _FIXED
+    parameters = {"rope_type": "default", "rope_theta": 10000.0} if fixed else _parameters(text, model_type)
+    _refuse_unrotated(whole, text, model_type, parameters)
+    nested = any(isinstance(value, Mapping) for value in parameters.values())
+    if nested and not isinstance(parameters.get(FULL), Mapping):
+        raise PoSEError(
+            f"model type {model_type!r} keeps its rope under {sorted(parameters)}, none of which is {FULL!r}, so it "
+            "is unclear which layers see far. Set rope_parameters by hand and use rope: none"
+        )
+    layer_type = FULL if nested else None
+    current = parameters[FULL] if nested else parameters
+    maximum = lookup(text, "max_position_embeddings")
+    if not isinstance(maximum, (int, float)) or maximum != int(maximum) or maximum < 1:
+        raise PoSEError(f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number")
+    record = dict(lookup(text, RECORD_KEY) or {})
+    length, notes = _original_length(current, int(maximum), record, original_length)
+    return RopeSource(
+        model_type=model_type,
+        parameters=parameters,
+        layer_type=layer_type,
+        rotary_dim=_rotary_dim(text, current, nested),
+        max_position_embeddings=int(maximum),
+        original_length=length,
+        original_theta=float(record.get("original_theta") or current["rope_theta"]),
+        record=record,
+        sliding_window=lookup(text, "sliding_window") or None,
+        sliding_layers=_sliding_layers(text),
+        top_original=lookup(text, "original_max_position_embeddings") is not None,
+        latent_attention=bool(lookup(text, "qk_rope_head_dim") and lookup(text, "qk_nope_head_dim")),
+        fixed=fixed,
+        notes=notes,
+    )
+
+
+def _parameters(text: Any, model_type: str) -> dict[str, Any]:
+    """A complete, normalised copy of the rope dict; empty where the config has none."""
+    found = lookup(text, "rope_parameters") or lookup(text, "rope_scaling")
+    theta = lookup(text, "rope_theta") or lookup(text, "rotary_emb_base")
+    if not found:
+        return {"rope_type": "default", "rope_theta": float(theta)} if theta else {}
+    if any(isinstance(value, Mapping) for value in found.values()):
+        return {
+            key: _complete(value, theta, model_type) if isinstance(value, Mapping) else copy.deepcopy(value)
+            for key, value in found.items()
+            if value is None or isinstance(value, Mapping)
+        }
+    return _complete(found, theta, model_type)
+
+
+def _complete(parameters: Mapping[str, Any], theta: Any, model_type: str) -> dict[str, Any]:
+    result = normalise(parameters)
+    if result.get("rope_theta") is None:
+        if theta is None:
+            raise PoSEError(
+                f"model type {model_type!r}: its rope dict {dict(parameters)} has no rope_theta and its config has "
+                "none either; add the base the model was trained with"
+            )
+        result["rope_theta"] = float(theta)
+    return result
+
+
+def _refuse_unrotated(whole: Any, text: Any, model_type: str, parameters: dict[str, Any]) -> None:
+    names = {model_type, str(lookup(whole, "model_type"))}
+    axes = [key for key in parameters if str(key).startswith("mrope")]
+    if axes or parameters.get("rope_type") == "mrope" or any(name.startswith(_MROPE) for name in names):
+        raise PoSEError(
+            f"model type {model_type!r} gives each token three positions (mrope: time, height, width); "
+            "PoSE stretches one position per token. Use the text-only model of the family"
+        )
+    if lookup(text, "alibi"):
+        parameters.clear()
+    if not parameters:
+        how = "ALiBi biases" if lookup(text, "alibi") else _NOT_ROTARY.get(model_type, "no rotary positions")
+        raise PoSEError(
+            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), so there "
+            "are no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
+        )
+
+
+def _rotary_dim(text: Any, current: Mapping[str, Any], nested: bool) -> int:
+    head = lookup(text, "global_head_dim") if nested else None  # Gemma 4: its full layers have wider heads
+    head = head or lookup(text, "qk_rope_head_dim") or lookup(text, "rotary_dim") or lookup(text, "head_dim")
+    if not head:
+        hidden, heads = lookup(text, "hidden_size"), lookup(text, "num_attention_heads")
+        if not hidden or not heads:
+            raise PoSEError(
+                "the config says neither head_dim nor hidden_size and num_attention_heads, so the rotary dimension "
+                "is unknown; add head_dim"
+            )
+        head = hidden // heads
+    if current["rope_type"] == "proportional" or lookup(text, "qk_rope_head_dim"):
+        return int(head)
+    return int(head * float(current.get("partial_rotary_factor") or 1.0))
+
+
+def _original_length(
+    current: Mapping[str, Any], maximum: int, record: Mapping[str, Any], asked: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """L_0, from the most to the least certain witness, and what there is to say about it."""
+    if asked is not None:
+        return asked, ()
+    if record.get("original_length"):
+        return int(record["original_length"]), ()
+    kind = current["rope_type"]
+    if kind in _WITH_ORIGINAL and current.get("original_max_position_embeddings"):
+        return int(current["original_max_position_embeddings"]), ()
+    factor = float(current.get("factor") or 1.0)
+    if kind == "linear" and factor > 1:
+        length = round(maximum / factor)
+        return length, (
+            f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}: its original window "
+            f"is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled maximum; if this "
+            f"is one, set rope.original_length: {maximum}",
+        )
+    return maximum, ()
+
+
+def _sliding_layers(text: Any) -> tuple[int, int]:
+    count = int(lookup(text, "num_hidden_layers") or 0)
+    types = lookup(text, "layer_types")
+    if types:
+        return sum("sliding" in str(kind) or "chunked" in str(kind) for kind in types), len(types)
+    if not lookup(text, "sliding_window") or lookup(text, "use_sliding_window") is False:
+        return 0, count
+    return count, count

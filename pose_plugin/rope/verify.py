@@ -1,0 +1,252 @@
+"""Holding a built model's rotary buffers against the closed form.
+
+Everything between a config and the buffers can go wrong without a word: the config is changed after the
+model was built, a loader drops the theta, a cast turns the buffer into bf16, a meta device leaves it
+unfilled. So the live numbers are read and compared; only buffers are touched, never weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pose_plugin.errors import RopeMismatchError
+from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
+from pose_plugin.rope.plan import RopePlan
+from pose_plugin.rope.read import FULL, lookup, read_rope, text_config
+
+_REBUILD = (
+    "inv_freq is made when the model is built: change the config first and build from it, e.g. "
+    "AutoModelForCausalLM.from_pretrained(base, config=extend_context(config, target_length))"
+)
+
+
+@dataclass(frozen=True)
+class RopeCheck:
+    """One rotary buffer that agreed."""
+
+    module: str
+    layer_type: str | None
+    rope_type: str
+    frequencies: int
+    worst_difference: float  # relative, over the dimensions
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class RopeReport:
+    """What was compared; only made when everything agreed."""
+
+    checks: tuple[RopeCheck, ...]
+    max_position_embeddings: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{check.module}{f' ({check.layer_type})' if check.layer_type else ''}: {check.rope_type}, "
+            f"{check.frequencies} frequencies, largest relative difference {check.worst_difference:.1e}, "
+            f"attention factor {check.attention_factor:g}"
+            for check in self.checks
+        ]
+        return "\n".join([*lines, f"window {self.max_position_embeddings}"])
+
+
+@dataclass(frozen=True)
+class _Expected:
+    parameters: dict[str, Any]
+    maximum: int
+    rotary_dim: int | None
+    fixed: bool
+
+
+@dataclass(frozen=True)
+class _Live:
+    name: str
+    layer_type: str | None
+    tensor: Any
+    original: Any | None
+    attention_factor: float | None
+
+
+def verify_rope(model: Any, expected: Any = None) -> RopeReport:
+    """Compares every rotary module of a built model with the float64 closed form.
+
+    Args:
+        model: a transformers model, wrapped (PEFT, DDP) or not. Weights may be on meta, sharded or
+            quantised: only the rotary buffers are read.
+        expected: what is wanted: a RopePlan, a config (object or dict), or complete rope parameters.
+            Default: the model's own config, which finds models built before it was changed.
+
+    Returns: a report of the buffers that were compared.
+
+    Raises:
+        RopeMismatchError: naming the module, the first differing dimension, got and wanted, and what to do.
+    """
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    text = text_config(model.config)
+    wanted = _expected(text if expected is None else expected, text)
+    _check_config(text, wanted)
+    checks = [_check(live, wanted) for live in _rotary_buffers(model, text, wanted)]
+    if not checks:
+        raise RopeMismatchError(
+            f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be verified; "
+            "is it a RoPE model?"
+        )
+    return RopeReport(tuple(checks), int(text.max_position_embeddings))
+
+
+def tolerance(parameters: Mapping[str, Any]) -> float:
+    """How far float32 frequencies may stray from the float64 closed form, relatively.
+
+    transformers computes base^(2i/d) in float32: rounding the exponent costs ln(base)·2^−24, and where a
+    pair is blended, (1 − r)·θ + r·θ/s carries the rounding of r magnified by s. With room for the few
+    operations around it: 2^−22·(4 + ln base + s). That is 4e-6 for plain RoPE and 2e-5 at s = 64, a
+    hundredth of what bf16 (2^−9) or any wrong setting worth the name would change.
+    """
+    stretch = max([float(parameters.get("factor") or 1.0), *map(float, parameters.get("long_factor") or [])])
+    return 2.0**-22 * (4.0 + math.log(float(parameters["rope_theta"])) + stretch)
+
+
+def _expected(source: Any, text: Any) -> _Expected:
+    if isinstance(source, RopePlan):
+        return _Expected(source.rope_parameters, source.max_position_embeddings, source.rotary_dim, source.fixed)
+    nested = isinstance(source, Mapping) and isinstance(source.get(FULL), Mapping)
+    if isinstance(source, Mapping) and ("rope_type" in source or "type" in source or nested):
+        parameters = {k: normalise(v) for k, v in source.items() if v} if nested else normalise(source)
+        return _Expected(parameters, int(text.max_position_embeddings), None, False)
+    read = read_rope(source)
+    return _Expected(read.parameters, read.max_position_embeddings, read.rotary_dim, read.fixed)
+
+
+def _check_config(text: Any, wanted: _Expected) -> None:
+    if text.max_position_embeddings < wanted.maximum:
+        raise RopeMismatchError(
+            f"the model's max_position_embeddings={text.max_position_embeddings} is below the wanted "
+            f"{wanted.maximum}. {_REBUILD}"
+        )
+    copied = vars(text).get("rope_scaling")
+    parameters = lookup(text, "rope_parameters")
+    inner = parameters.get(FULL, parameters) if isinstance(parameters, Mapping) else None
+    if copied and inner and normalise(copied) != normalise(inner):
+        raise RopeMismatchError(
+            f"the config holds two different ropes: rope_parameters={dict(inner)}, but the copy for older readers says "
+            f"rope_scaling={copied}, and a reload takes the copy. Use extend_context instead of editing rope_parameters"
+        )
+
+
+def _rotary_buffers(model: Any, text: Any, wanted: _Expected) -> Iterator[_Live]:
+    nested = FULL in wanted.parameters
+    composite = text_config(model.config) is not model.config
+    for name, module in model.named_modules():
+        own = getattr(module, "config", None)
+        if composite and (own is None or lookup(own, "model_type") != lookup(text, "model_type")):
+            continue  # the rotary module of a vision or audio tower
+        buffers = dict(module.named_buffers(recurse=False))
+        if "inv_freq" not in buffers and hasattr(module, "inv_freq"):
+            buffers["inv_freq"] = module.inv_freq
+        for key, tensor in buffers.items():
+            if key == "embed_positions" and wanted.fixed:
+                yield _Live(f"{name}.{key}", None, tensor, None, None)
+            if key.endswith("original_inv_freq") or not key.endswith("inv_freq"):
+                continue
+            layer_type = key.removesuffix("inv_freq").rstrip("_") or None
+            if nested and layer_type is None:
+                layer_type = getattr(module, "layer_type", None)
+            prefix = key.removesuffix("inv_freq")
+            yield _Live(
+                f"{name}.{key}",
+                layer_type,
+                tensor,
+                buffers.get(f"{prefix}original_inv_freq"),
+                getattr(module, f"{prefix}attention_scaling", None),
+            )
+
+
+def _check(live: _Live, wanted: _Expected) -> RopeCheck:
+    parameters = wanted.parameters
+    if live.layer_type is not None and FULL in parameters:
+        if live.layer_type not in parameters:
+            raise RopeMismatchError(f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}")
+        parameters = parameters[live.layer_type]
+    got = _frequencies_of_table(live, wanted) if wanted.fixed else _read(live.name, live.tensor)
+    dim = 2 * got.size
+    if wanted.rotary_dim not in (None, dim) and live.layer_type in (None, FULL):
+        raise RopeMismatchError(
+            f"{live.name} has {got.size} frequencies, but the config's rotary dimension is {wanted.rotary_dim}, "
+            f"which needs {wanted.rotary_dim // 2}. {_REBUILD}"  # type: ignore[operator]
+        )
+    rtol = tolerance(parameters)
+    candidates = _candidates(parameters, dim, wanted.maximum)
+    # longrope swaps its buffer between two lists as batches pass; either is right, a mixture is not.
+    fits = [_difference(got, want) for want, _ in candidates]
+    best = min(range(len(fits)), key=lambda n: fits[n].max())
+    want, attention = candidates[best]
+    if fits[best].max() > rtol:
+        first = int(np.argmax(fits[best] > rtol))
+        raise RopeMismatchError(
+            f"{live.name}[{first}] is {got[first]:.9g}, but {parameters['rope_type']} with theta "
+            f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference {fits[best][first]:.1e}, "
+            f"allowed {rtol:.1e}). {_REBUILD}"
+        )
+    if live.original is not None and parameters["rope_type"] == "longrope":
+        start = _difference(_read(live.name, live.original), candidates[0][0]).max()
+        if start > rtol:
+            raise RopeMismatchError(
+                f"{live.name}: the buffer kept for short batches differs from short_factor's frequencies by {start:.1e} "
+                f"(allowed {rtol:.1e}). {_REBUILD}"
+            )
+    found = 1.0 if live.attention_factor is None else float(live.attention_factor)
+    if not math.isclose(found, attention, rel_tol=1e-6):
+        raise RopeMismatchError(
+            f"{live.name}: cos and sin are scaled by {found:.9g}, but {parameters['rope_type']} wants "
+            f"{attention:.9g}. {_REBUILD}"
+        )
+    return RopeCheck(live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found)
+
+
+def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[tuple[Frequencies, float]]:
+    if parameters["rope_type"] != "longrope":
+        return [inverse_frequencies(parameters, dim, max_position_embeddings=maximum)]
+    original = int(parameters["original_max_position_embeddings"])
+    return [
+        inverse_frequencies(parameters, dim, max_position_embeddings=maximum, length=length)
+        for length in (original, original + 1)
+    ]
+
+
+def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
+    """Relative, and absolute where 0 is wanted (the unrotated tail of a proportional rope). NaN counts as infinite."""
+    scale = np.where(want == 0, 1.0, np.abs(want))
+    return np.nan_to_num(np.abs(got - want) / scale, nan=np.inf)
+
+
+def _read(name: str, tensor: Any) -> Frequencies:
+    if tensor.is_meta:
+        raise RopeMismatchError(
+            f"{name} is on the meta device: its values do not exist yet. Verify after the weights are loaded; if they "
+            "are, the loader left the buffer out (it is not in the checkpoint and must be made from the config)"
+        )
+    if str(tensor.dtype) not in ("torch.float32", "torch.float64"):
+        raise RopeMismatchError(
+            f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 from 257. "
+            "Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of casting the whole model "
+            "with .to(torch.bfloat16) or .half()"
+        )
+    values: Frequencies = tensor.detach().cpu().double().numpy().reshape(-1)
+    return values
+
+
+def _frequencies_of_table(live: _Live, wanted: _Expected) -> Frequencies:
+    """GPT-J keeps sin and cos of every position, [positions, d], and no frequencies: row 1 gives them back."""
+    table = live.tensor
+    if table.shape[0] < wanted.maximum:
+        raise RopeMismatchError(f"{live.name} has {table.shape[0]} positions, but {wanted.maximum} are wanted. {_REBUILD}")
+    half = table.shape[1] // 2
+    row = _read(live.name, table[1])
+    angles: Frequencies = np.arctan2(row[:half], row[half:])
+    return angles
