@@ -55,7 +55,7 @@ def last_logits(model: Any, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
     Returns:
         [B, keep, vocab]
     """
-    if "logits_to_keep" in inspect.signature(innermost(model).forward).parameters:
+    if takes(model, "logits_to_keep"):
         return model(input_ids=input_ids, use_cache=False, logits_to_keep=keep).logits
     decoder, head = decoder_and_head(model)
     hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -74,7 +74,7 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
     if decoder is None or decoder is inner or head is None:
         raise PoSEError(
             f"model={type(inner).__name__} can be evaluated neither through logits_to_keep nor through its "
-            "hidden states and output embeddings; use a transformers causal language model (AutoModelForCausalLM)"
+            "hidden states and output embeddings; use a causal language model of transformers"
         )
     return decoder, head
 
@@ -91,7 +91,7 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int) -> torch.Tensor
     Returns:
         [B, new_tokens]
     """
-    extra = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
+    extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     step, cache, chosen = input_ids, None, []
     for _ in range(new_tokens):
         output = model(input_ids=step, past_key_values=cache, use_cache=True, **extra)
@@ -101,5 +101,6 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int) -> torch.Tensor
     return torch.cat(chosen, 1)
 
 
-def _takes(model: Any, name: str) -> bool:
+def takes(model: Any, name: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
     return name in inspect.signature(innermost(model).forward).parameters

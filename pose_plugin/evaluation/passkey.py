@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating, greedy, last_logits
+from pose_plugin.evaluation.memory import fitting_batch, in_batches
 from pose_plugin.evaluation.passkey_text import (
     PasskeyBuilder,
     PasskeyDocument,
@@ -186,22 +187,25 @@ def passkey(
         filler_text: a real text to hide the key in.
 
     Raises:
-        PoSEError: a length the template does not fit in, no trials, fewer trials than depths.
+        PoSEError: a length the template does not fit in, no trials, fewer trials than depths, too little
+            memory for one prompt; found before the model runs where it can be foreseen.
     """
     documents = _documents(PasskeyBuilder(tokenizer, template, filler_text), lengths, trials, depths, seed)
     tokenizer = plain_tokenizer(tokenizer)
     reader = _Reader(tokenizer, model)
+    device = device_of(model)
+    sizes = {n: fitting_batch(model, device, n, batch_size or max(1, 16384 // n)) for n in documents}
     done: list[PasskeyTrial] = []
     total = sum(map(len, documents.values()))
     with evaluating(model), tqdm(total=total, desc="passkey", unit="prompt", disable=not progress) as bar:
         for length, rows in documents.items():
             bar.set_postfix_str(f"{length} tokens")
-            size = batch_size or max(1, 16384 // length)
-            for start in range(0, len(rows), size):
-                batch = rows[start : start + size]
-                for row, (answer, correct) in zip(batch, _answers(model, batch, reader), strict=True):
-                    done.append(PasskeyTrial(length, row.depth, row.key, answer, correct))
-                bar.update(len(batch))
+            scored: list[tuple[str, bool]] = []
+            for answers in in_batches(rows, sizes[length], lambda batch: _answers(model, batch, reader)):
+                scored += answers
+                bar.update(len(answers))
+            for row, (answer, correct) in zip(rows, scored, strict=True):
+                done.append(PasskeyTrial(length, row.depth, row.key, answer, correct))
     shown = next(iter(documents.values()))[0]
     return PasskeyResult(tuple(done), tuple(depths) if depths else None, seed, shown.text)
 
@@ -265,7 +269,7 @@ def _digits(token: str) -> int:
     return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else sum(letter in "0123456789" for letter in token)
 
 
-def _answers(model: Any, rows: list[PasskeyDocument], reader: _Reader) -> list[tuple[str, bool]]:
+def _answers(model: Any, rows: Sequence[PasskeyDocument], reader: _Reader) -> list[tuple[str, bool]]:
     """Text and score of greedy decoding for rows of one length."""
     device = device_of(model)
     longest = max(len(row.answer) for row in rows)

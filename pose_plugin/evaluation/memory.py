@@ -1,0 +1,113 @@
+"""What an evaluation forward will take, before it starts: a clear message instead of a crash half-way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation._model import innermost
+
+LOGIT_BYTES = 64 * 2**20
+"""Logits are made this many bytes at a time."""
+
+Row = TypeVar("Row")
+Result = TypeVar("Result")
+
+
+def estimate_bytes(
+    config: Any, batch: int, length: int, element_size: int, attention: str | None = None
+) -> int:
+    """Memory of one forward without gradients, in bytes, weights not counted. An upper guess, not a promise.
+
+    Args:
+        config: a transformers config; sizes it does not name count as nothing.
+        batch: sequences in the forward.
+        length: tokens of each.
+        element_size: bytes of one activation, 2 in bfloat16.
+        attention: the attention implementation; "eager" builds [heads, length, length] scores twice.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden = getattr(config, "hidden_size", 0)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    layers = getattr(config, "num_hidden_layers", 0)
+    head_dim = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
+    key_values = (getattr(config, "num_key_value_heads", None) or heads) * head_dim * 2 * layers
+    # One layer at a time: residual, norm, queries, keys, values, attention's output; three of the MLP.
+    layer = 8 * hidden + 3 * (getattr(config, "intermediate_size", 0) or 4 * hidden)
+    # The cache of greedy decoding is counted in, though most forwards have none.
+    tokens = batch * length * (layer + key_values) * element_size
+    scores = 2 * batch * heads * length**2 * 4 if attention == "eager" else 0
+    return tokens + scores + LOGIT_BYTES
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, the container's limit included; None where it cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def fitting_batch(model: Any, device: torch.device, length: int, wanted: int) -> int:
+    """The largest batch up to `wanted` that should fit.
+
+    Raises:
+        PoSEError: not even one sequence of `length` tokens fits.
+    """
+    parameter = next(model.parameters(), None)
+    config, free = getattr(innermost(model), "config", None), available_bytes(device)
+    if config is None or parameter is None or free is None:
+        return wanted
+    attention = getattr(config, "_attn_implementation", None)
+    size = max(parameter.element_size(), 2)
+    batch = wanted
+    while batch > 1 and estimate_bytes(config, batch, length, size, attention) > free:
+        batch //= 2
+    needed = estimate_bytes(config, batch, length, size, attention)
+    if needed > free:
+        way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
+        raise PoSEError(
+            f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "
+            f"{free / 2**30:.1f} GiB are free on {device}; {way_out}use shorter lengths, "
+            "a smaller dtype or a device with more memory"
+        )
+    return batch
+
+
+def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Result]) -> Iterator[Result]:
+    """`run` on `size` rows at a time; where the device runs out of memory, on half as many from there on.
+
+    Raises:
+        PoSEError: out of memory with a single row, or where other ranks would wait for this one.
+    """
+    start = 0
+    while start < len(rows):
+        try:
+            result = run(rows[start : start + size])
+        except torch.OutOfMemoryError as error:
+            alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            if size == 1 or not alone:
+                raise PoSEError(
+                    f"evaluation ran out of memory with batch_size={size}; use less, or shorter lengths"
+                ) from error
+            size = size // 2
+            torch.cuda.empty_cache()
+            continue
+        yield result
+        start += size

@@ -1,0 +1,213 @@
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation import perplexity as module
+from pose_plugin.evaluation import token_loss
+from pose_plugin.evaluation.memory import LOGIT_BYTES
+from pose_plugin.evaluation.perplexity import perplexity
+
+QUIET = {"progress": False}
+
+
+def some_ids(count, seed=0, vocab=400):
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(count)]
+
+
+@torch.no_grad()
+def naive(model, texts, length, stride, buckets, bos=None):
+    """By the definition, one token at a time, with all logits."""
+    holds = length - (bos is not None)
+    total, count = 0.0, 0
+    sums, counts = [0.0] * buckets, [0] * buckets
+    for ids in texts:
+        scored = set() if bos is not None else {0}
+        start = 0
+        while True:
+            start = min(start, len(ids) - holds)
+            window = ([bos] if bos is not None else []) + ids[start : start + holds]
+            logp = F.log_softmax(model(torch.tensor([window])).logits[0].double(), -1)
+            for position in range(1, length):
+                loss = -float(logp[position - 1, window[position]])
+                where = next(b for b in range(buckets) if position < length * (b + 1) // buckets)
+                sums[where] += loss
+                counts[where] += 1
+                token = start + position - (bos is not None)
+                if token not in scored:
+                    scored.add(token)
+                    total, count = total + loss, count + 1
+            if start + holds == len(ids):
+                break
+            start += stride
+        assert scored == set(range(len(ids)))
+    return math.exp(total / count), count, [s / c for s, c in zip(sums, counts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("length", "stride", "counts", "buckets", "bos"),
+    [
+        (16, 4, [50, 61], 4, None),
+        (16, 15, [50, 16], 4, None),
+        (16, 1, [30], 4, None),
+        (17, 5, [50, 61], 3, None),
+        (32, 7, [100], 8, None),
+        (16, 4, [50, 61], 4, 7),
+        (16, 15, [50, 15], 5, 7),
+    ],
+)
+def test_equals_the_definition_worked_out_with_all_logits(
+    make_llama, tokenizer, monkeypatch, length, stride, counts, buckets, bos
+):
+    model = make_llama()
+    texts = [some_ids(n, seed) for seed, n in enumerate(counts)]
+    if bos is not None:
+        monkeypatch.setattr(type(tokenizer), "bos_token_id", bos, raising=False)
+    result = perplexity(
+        model, tokenizer, texts, [length], stride=stride, buckets=buckets, batch_size=3, bos=bos is not None,
+        **QUIET,
+    )  # fmt: skip
+    expected, tokens, by_bucket = naive(model, texts, length, stride, buckets, bos)
+    window = result.by_length[length]
+    assert window.perplexity == pytest.approx(expected, rel=1e-5)
+    assert window.tokens == tokens
+    assert [b.loss for b in window.buckets] == pytest.approx(by_bucket, rel=1e-5)
+    ends = [length * (b + 1) // buckets for b in range(buckets)]
+    assert [(b.start, b.end) for b in window.buckets] == list(zip([0, *ends], ends, strict=False))
+
+
+def test_every_length_scores_the_same_tokens(make_llama, tokenizer):
+    texts = [some_ids(203), some_ids(150, 1), some_ids(40, 2)]
+    result = perplexity(make_llama(), tokenizer, texts, [16, 64, 150], **QUIET)
+    assert {n: w.tokens for n, w in result.by_length.items()} == {16: 351, 64: 351, 150: 351}
+    assert (result.texts, result.left_out) == (2, 1)
+    assert {n: w.stride for n, w in result.by_length.items()} == {16: 8, 64: 32, 150: 75}
+
+
+def test_a_stride_that_would_leave_tokens_out_is_lowered(make_llama, tokenizer):
+    window = perplexity(make_llama(), tokenizer, [some_ids(64)], [16], stride=1024, **QUIET).by_length[16]
+    assert (window.stride, window.tokens) == (15, 63)
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(make_llama, tokenizer):
+    model = make_llama()
+    model.lm_head.weight.data.zero_()
+    window = perplexity(model, tokenizer, [some_ids(90)], [32], **QUIET).by_length[32]
+    assert window.perplexity == pytest.approx(400, rel=1e-6)
+    assert [b.perplexity for b in window.buckets] == pytest.approx([400] * 8, rel=1e-6)
+
+
+def test_logits_come_in_pieces(make_llama, tokenizer, monkeypatch):
+    model = make_llama()
+    whole = perplexity(model, tokenizer, [some_ids(200)], [64], **QUIET)
+    monkeypatch.setattr(token_loss, "LOGIT_BYTES", 400 * 4 * 10)
+    seen = []
+    model.lm_head.register_forward_hook(lambda *a: seen.append(a[2].shape[0] * a[2].shape[1]))
+    pieces = perplexity(model, tokenizer, [some_ids(200)], [64], batch_size=2, **QUIET)
+    assert max(seen) <= 10 and len(seen) > 6 * 5
+    assert pieces.by_length[64].loss == pytest.approx(whole.by_length[64].loss, rel=1e-6)
+    assert LOGIT_BYTES == 64 * 2**20
+
+
+@pytest.mark.parametrize("how", ["foreign head", "peft", "capped", "scaled"])
+def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer, how):
+    """With the model's own full logits as the reference."""
+    if how == "capped":
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        model = Gemma2ForCausalLM(
+            Gemma2Config(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                         head_dim=8, num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=0.5)
+        ).eval()  # fmt: skip
+    elif how == "scaled":
+        from transformers import GraniteConfig, GraniteForCausalLM
+
+        model = GraniteForCausalLM(
+            GraniteConfig(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                          num_attention_heads=4, logits_scaling=0.1)
+        ).eval()  # fmt: skip
+    elif how == "peft":
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(make_llama(), lora).eval()
+    else:
+        model = make_llama()
+        forward = model.forward
+
+        def own_way(input_ids, use_cache=None, logits_to_keep=0):
+            output = forward(input_ids=input_ids, logits_to_keep=logits_to_keep)
+            output.logits = output.logits * 3
+            return output
+
+        model.forward = own_way
+    result = perplexity(model, tokenizer, [some_ids(50)], [16], stride=4, buckets=4, **QUIET)
+    expected, _, by_bucket = naive(model, [some_ids(50)], 16, 4, 4)
+    assert result.by_length[16].perplexity == pytest.approx(expected, rel=1e-5)
+    assert [b.loss for b in result.by_length[16].buckets] == pytest.approx(by_bucket, rel=1e-5)
+
+
+def test_some_windows_spread_evenly(make_llama, tokenizer):
+    windows = module._windows([list(range(100))], [], 10, 10)
+    assert [w.ids[0] for w in module._pick(windows, 4)] == [0, 30, 60, 90]
+    assert [w.ids[0] for w in module._pick(windows, 1)] == [0]
+    result = perplexity(make_llama(), tokenizer, [some_ids(100)], [10], stride=10, max_windows=4, **QUIET)
+    assert (result.by_length[10].windows, result.by_length[10].tokens) == (4, 36)
+    assert "at most 4 windows a length" in result.definition
+
+
+def test_windows_cover_a_text_to_its_end():
+    windows = module._windows([list("abcdefghijklm")], [], 8, 4)
+    assert ["".join(w.ids) for w in windows] == ["abcdefgh", "efghijkl", "fghijklm"]
+    assert [w.unscored for w in windows] == [0, 4, 7]
+
+
+def test_begin_token_as_the_tokenizer_does_it(make_llama, tokenizers_by_name):
+    text = "The quick brown fox jumps over the lazy dog. " * 20
+    with_bos = tokenizers_by_name["with BOS"]
+    result = perplexity(make_llama(len(with_bos)), with_bos, text, [32], **QUIET)
+    tokens = len(with_bos(text, add_special_tokens=False)["input_ids"])
+    assert result.bos and result.by_length[32].tokens == tokens
+    assert "begin-of-text token stands before every window" in result.definition
+    without = tokenizers_by_name["single digits"]
+    result = perplexity(make_llama(), without, text, [32], **QUIET)
+    assert not result.bos
+    assert result.by_length[32].tokens == len(without(text)["input_ids"]) - 1
+
+
+def test_definition_and_metrics(make_llama, tokenizer):
+    result = perplexity(make_llama(), tokenizer, [some_ids(100)], [16, 32], stride=20, max_tokens=64, **QUIET)
+    for part in ("16: 15", "32: 20", "cut to 64 tokens", "no begin-of-text token", "32: 63 in 3"):
+        assert part in result.definition
+    assert result.metrics() == {f"perplexity/{n}": result.by_length[n].perplexity for n in (16, 32)}
+    row = result.to_dict()["by_length"]["32"]
+    assert (row["tokens"], row["windows"], row["stride"], len(row["buckets"])) == (63, 3, 20, 8)
+
+
+def test_state_is_as_before(make_llama, tokenizer):
+    model = make_llama(attention_dropout=0.5).train()
+    state = torch.get_rng_state()
+    first = perplexity(model, tokenizer, [some_ids(50)], [16], **QUIET)
+    assert model.training and torch.get_rng_state().equal(state)
+    assert perplexity(model, tokenizer, [some_ids(50)], [16], **QUIET) == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": []}, r"lengths=\[\] must be"),
+        ({"lengths": [1]}, "at least 2 tokens"),
+        ({"lengths": [16, 101]}, r"length=101 .* longest of 2 texts has \(100 tokens\)"),
+        ({"lengths": [60], "max_tokens": 50}, "max_tokens=50"),
+        ({"lengths": [16], "stride": 0}, "stride=0"),
+        ({"lengths": [16], "buckets": 0}, "buckets=0"),
+        ({"lengths": [16], "bos": True}, "no begin-of-text token"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_runs(tokenizer, changes, message):
+    with pytest.raises(PoSEError, match=message):
+        perplexity(None, tokenizer, [some_ids(100), some_ids(20)], **changes, **QUIET)
