@@ -9,7 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pose_plugin.rope.apply import apply_plan, extend_context, legacy_copies, merge_overrides, rope_overrides
+    from pose_plugin.rope.apply import (
+        apply_plan,
+        extend_context,
+        legacy_copies,
+        merge_overrides,
+        rope_overrides,
+    )
     from pose_plugin.rope.kinds import inverse_frequencies, ntk_base
     from pose_plugin.rope.plan import RopePlan, plan_rope
     from pose_plugin.rope.theory import retrieval_base

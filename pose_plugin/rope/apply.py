@@ -26,7 +26,7 @@ _TOP_KEYS = ("rope_theta", "rope_scaling")
 def extend_context(
     config: Any,
     target_length: int,
-    rope: str | dict[str, Any] | RopeSettings = "yarn",
+    rope: str | Mapping[str, Any] | RopeSettings = "yarn",
     **rope_settings: Any,
 ) -> Any:
     """A copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
@@ -56,11 +56,11 @@ def extend_context(
 
 
 def apply_plan(config: Any, plan: RopePlan) -> Any:
-    """A copy of `config` with the plan's rope parameters, maximum, record and the copies for older readers."""
+    """A copy of `config` with the plan's rope parameters, maximum, record and copies for older readers."""
     result = copy.deepcopy(config)
     text = text_config(result)
     parameters, extra = copy.deepcopy(plan.rope_parameters), _beside(plan)
-    # The rope goes first: a yarn dict without the original length would take the maximum that is then in force.
+    # The rope goes first: a yarn dict without its original length takes the maximum that is then in force.
     if isinstance(text, Mapping):
         store: dict[str, Any] = text  # type: ignore[assignment]
         if not plan.fixed:
@@ -79,9 +79,9 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
 
 
 def rope_overrides(
-    config: Any, target_length: int, rope: str | dict[str, Any] | RopeSettings = "yarn"
+    config: Any, target_length: int, rope: str | Mapping[str, Any] | RopeSettings = "yarn"
 ) -> dict[str, Any]:
-    """The plan as Axolotl's `overrides_of_model_config`, which Axolotl puts on each config it loads by setattr.
+    """The plan as Axolotl's `overrides_of_model_config`, which it puts on every config it loads by setattr.
 
     `rope_scaling` is left out: as an attribute it is another name of `rope_parameters`, and
     would replace a nested dict by a flat one.
@@ -127,7 +127,8 @@ def _refuse_contradiction(path: str, ours: Any, theirs: Any) -> None:
             _refuse_contradiction(f"{path}.{key}", ours.get(key), value)
     elif ours != theirs:
         raise PoSEError(
-            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove it, "
+            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove "
+            "it, "
             "or say it through pose.rope (with pose.rope: none the model keeps its frequencies)"
         )
 
@@ -179,5 +180,7 @@ def _beside(plan: RopePlan) -> dict[str, Any]:
     if plan.top_original:
         # Phi-3 lets this key win over the rope dict's own.
         extra["original_max_position_embeddings"] = plan.original_length
-    extra[RECORD_KEY] = plan.record
+    if plan.head_dim is not None:
+        extra["head_dim"] = plan.head_dim
+    extra[RECORD_KEY] = dict(plan.record)
     return extra

@@ -31,7 +31,7 @@ def plain_frequencies(base: float, dim: int) -> Frequencies:
 
 
 def ntk_base(base: float, factor: float, dim: int) -> float:
-    """The NTK-aware base, base·s^(d/(d−2)): the slowest pair is stretched by exactly s, the fastest not at all."""
+    """The NTK-aware base, base·s^(d/(d−2)): the slowest pair is stretched by exactly s, the fastest by 1."""
     if dim <= 2:
         raise PoSEError(f"the NTK base needs a rotary dimension above 2, got {dim}; use rope.type: linear")
     return float(base) * float(factor) ** (dim / (dim - 2))
@@ -158,7 +158,8 @@ def inverse_frequencies(
         return _KINDS[kind](values, dim, max_position_embeddings, length)
     except KeyError as missing:
         raise PoSEError(
-            f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to rope_parameters"
+            f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to "
+            "rope_parameters"
         ) from None
 
 
@@ -175,11 +176,15 @@ def _stretch(values: Parameters, maximum: int | None) -> float:
     return maximum / _original(values)
 
 
-def _default(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+def _default(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
     return plain_frequencies(values["rope_theta"], dim), 1.0
 
 
-def _linear(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+def _linear(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
     return plain_frequencies(values["rope_theta"], dim) / float(values["factor"]), 1.0
 
 
@@ -192,7 +197,9 @@ def _proportional(
     return frequencies, 1.0
 
 
-def _dynamic(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+def _dynamic(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
     if maximum is None:
         raise KeyError("max_position_embeddings")
     inner = dynamic_inner_term(float(values["factor"]), max(length or 0, maximum), maximum)
@@ -216,20 +223,26 @@ def _yarn(values: Parameters, dim: int, maximum: int | None, length: int | None)
     return plain * (1.0 - ramp) + plain / factor * ramp, float(attention)
 
 
-def _longrope(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+def _longrope(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
     original = _original(values)
     reach = length if length is not None else maximum
     name = "long_factor" if reach is None or reach > original else "short_factor"
     divisors = np.asarray(values[name], dtype=np.float64)
     if divisors.shape != (dim // 2,):
-        raise PoSEError(f"longrope: {name} has {divisors.size} entries, but {dim} rotated dimensions need {dim // 2}")
+        raise PoSEError(
+            f"longrope: {name} has {divisors.size} entries, but {dim} rotated dimensions need {dim // 2}"
+        )
     attention = values.get("attention_factor")
     if attention is None:
         attention = longrope_attention_factor(_stretch(values, maximum), original)
     return plain_frequencies(values["rope_theta"], dim) / divisors, float(attention)
 
 
-def _llama3(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+def _llama3(
+    values: Parameters, dim: int, maximum: int | None, length: int | None
+) -> tuple[Frequencies, float]:
     factor, original = float(values["factor"]), _original(values)
     low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
     plain = plain_frequencies(values["rope_theta"], dim)

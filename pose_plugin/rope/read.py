@@ -21,9 +21,22 @@ _WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 
 # Text positions of these are three numbers each (time, height, width): one stretched axis has no meaning.
 _MROPE = (
-    "cohere_compass", "cosmos3_edge", "ernie4_5_vl", "glm4v", "glm_image", "glm_ocr", "hunyuan_vl", "paddleocr_vl",
-    "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_omni", "qwen3_vl", "qwen4_exp",
-)  # fmt: skip
+    "cohere_compass",
+    "cosmos3_edge",
+    "ernie4_5_vl",
+    "glm4v",
+    "glm_image",
+    "glm_ocr",
+    "hunyuan_vl",
+    "paddleocr_vl",
+    "qwen2_5_omni",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_omni",
+    "qwen3_vl",
+    "qwen4_exp",
+)
 _NOT_ROTARY = {
     "bloom": "ALiBi biases",
     "mpt": "ALiBi biases",
@@ -49,6 +62,7 @@ class RopeSource:
     parameters: dict[str, Any]  # complete; flat, or one dict per layer type
     layer_type: str | None  # the key of `parameters` that may be changed; None where it is flat
     rotary_dim: int
+    unset_head_dim: int | None  # the head dimension, where the config has the key but leaves it null
     max_position_embeddings: int
     original_length: int
     original_theta: float
@@ -76,7 +90,16 @@ def text_config(config: Any) -> Any:
     if isinstance(config, Mapping):
         inner = config.get("text_config")
         return inner if isinstance(inner, Mapping) else config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise PoSEError(
+            f"model type {lookup(config, 'model_type')!r} holds several text models ({error}); give the "
+            "config of "
+            "the decoder alone"
+        ) from None
 
 
 def as_config(config: Any) -> Any:
@@ -88,7 +111,7 @@ def as_config(config: Any) -> Any:
         return config
     from transformers import CONFIG_MAPPING
 
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return copy.deepcopy(dict(config))
     return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
@@ -108,26 +131,32 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     text = text_config(whole)
     model_type = str(lookup(text, "model_type") or lookup(whole, "model_type") or "unknown")
     fixed = model_type in _FIXED
-    parameters = {"rope_type": "default", "rope_theta": 10000.0} if fixed else _parameters(text, model_type)
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if not fixed:
+        parameters = _parameters(text, model_type)
     _refuse_unrotated(whole, text, model_type, parameters)
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     if nested and not isinstance(parameters.get(FULL), Mapping):
         raise PoSEError(
-            f"model type {model_type!r} keeps its rope under {sorted(parameters)}, none of which is {FULL!r}, so it "
+            f"model type {model_type!r} keeps its rope under {sorted(parameters)}, none of which is "
+            f"{FULL!r}, so it "
             "is unclear which layers see far. Set rope_parameters by hand and use rope: none"
         )
     layer_type = FULL if nested else None
-    current = parameters[FULL] if nested else parameters
+    current: dict[str, Any] = parameters[FULL] if nested else parameters
     maximum = lookup(text, "max_position_embeddings")
     if not isinstance(maximum, (int, float)) or maximum != int(maximum) or maximum < 1:
-        raise PoSEError(f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number")
+        raise PoSEError(
+            f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number"
+        )
     record = dict(lookup(text, RECORD_KEY) or {})
     length, notes = _original_length(current, int(maximum), record, original_length)
     return RopeSource(
         model_type=model_type,
         parameters=parameters,
         layer_type=layer_type,
-        rotary_dim=_rotary_dim(text, current, nested),
+        rotary_dim=_rotary_dim(text, current, nested, fixed),
+        unset_head_dim=_unset_head_dim(text),
         max_position_embeddings=int(maximum),
         original_length=length,
         original_theta=float(record.get("original_theta") or current["rope_theta"]),
@@ -145,26 +174,26 @@ def _parameters(text: Any, model_type: str) -> dict[str, Any]:
     """A complete, normalised copy of the rope dict; empty where the config has none."""
     found = lookup(text, "rope_parameters") or lookup(text, "rope_scaling")
     theta = lookup(text, "rope_theta") or lookup(text, "rotary_emb_base")
-    if not found:
-        return {"rope_type": "default", "rope_theta": float(theta)} if theta else {}
+    if not found and not theta:
+        return {}
+    shared = {"rope_theta": theta, "partial_rotary_factor": lookup(text, "partial_rotary_factor")}
+    shared = {key: float(value) for key, value in shared.items() if value is not None}
+    found = found or {}
     if any(isinstance(value, Mapping) for value in found.values()):
-        return {
-            key: _complete(value, theta, model_type) if isinstance(value, Mapping) else copy.deepcopy(value)
-            for key, value in found.items()
-            if value is None or isinstance(value, Mapping)
-        }
-    return _complete(found, theta, model_type)
+        layers = {key: value for key, value in found.items() if value is None or isinstance(value, Mapping)}
+        return {k: None if v is None else _complete(v, shared, model_type) for k, v in layers.items()}
+    return _complete(found, shared, model_type)
 
 
-def _complete(parameters: Mapping[str, Any], theta: Any, model_type: str) -> dict[str, Any]:
-    result = normalise(parameters)
-    if result.get("rope_theta") is None:
-        if theta is None:
-            raise PoSEError(
-                f"model type {model_type!r}: its rope dict {dict(parameters)} has no rope_theta and its config has "
-                "none either; add the base the model was trained with"
-            )
-        result["rope_theta"] = float(theta)
+def _complete(parameters: Mapping[str, Any], shared: Mapping[str, float], model_type: str) -> dict[str, Any]:
+    given = {key: value for key, value in normalise(parameters).items() if value is not None}
+    result = {**shared, **given}
+    if "rope_theta" not in result:
+        raise PoSEError(
+            f"model type {model_type!r}: its rope dict {dict(parameters)} has no rope_theta and its config "
+            "has "
+            "none either; add the base the model was trained with"
+        )
     return result
 
 
@@ -181,25 +210,41 @@ def _refuse_unrotated(whole: Any, text: Any, model_type: str, parameters: dict[s
     if not parameters:
         how = "ALiBi biases" if lookup(text, "alibi") else _NOT_ROTARY.get(model_type, "no rotary positions")
         raise PoSEError(
-            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), so there "
+            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), so "
+            "there "
             "are no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
         )
 
 
-def _rotary_dim(text: Any, current: Mapping[str, Any], nested: bool) -> int:
-    head = lookup(text, "global_head_dim") if nested else None  # Gemma 4: its full layers have wider heads
-    head = head or lookup(text, "qk_rope_head_dim") or lookup(text, "rotary_dim") or lookup(text, "head_dim")
-    if not head:
-        hidden, heads = lookup(text, "hidden_size"), lookup(text, "num_attention_heads")
-        if not hidden or not heads:
-            raise PoSEError(
-                "the config says neither head_dim nor hidden_size and num_attention_heads, so the rotary dimension "
-                "is unknown; add head_dim"
-            )
-        head = hidden // heads
+def _rotary_dim(text: Any, current: Mapping[str, Any], nested: bool, fixed: bool) -> int:
+    if nested and lookup(text, "is_heterogeneous"):
+        text = text.per_layer_config[FULL]  # Gemma 4: its full layers have wider heads
+    if fixed and lookup(text, "rotary_dim"):
+        return int(text.rotary_dim)
+    head = lookup(text, "qk_rope_head_dim") or lookup(text, "head_dim") or _default_head_dim(text)
     if current["rope_type"] == "proportional" or lookup(text, "qk_rope_head_dim"):
         return int(head)
     return int(head * float(current.get("partial_rotary_factor") or 1.0))
+
+
+def _default_head_dim(text: Any) -> int:
+    hidden, heads = lookup(text, "hidden_size"), lookup(text, "num_attention_heads")
+    if not hidden or not heads:
+        raise PoSEError(
+            "the config says neither head_dim nor hidden_size and num_attention_heads, so the rotary "
+            "dimension "
+            "is unknown; add head_dim"
+        )
+    return int(hidden // heads)
+
+
+def _unset_head_dim(text: Any) -> int | None:
+    """Mixtral and others; transformers' yarn and longrope multiply the null and die with a TypeError."""
+    if isinstance(text, Mapping) or lookup(text, "is_heterogeneous"):
+        return None
+    if lookup(text, "head_dim", 0) is not None:
+        return None
+    return _default_head_dim(text)
 
 
 def _original_length(
@@ -217,8 +262,10 @@ def _original_length(
     if kind == "linear" and factor > 1:
         length = round(maximum / factor)
         return length, (
-            f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}: its original window "
-            f"is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled maximum; if this "
+            f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}: its original "
+            "window "
+            f"is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled maximum; "
+            "if this "
             f"is one, set rope.original_length: {maximum}",
         )
     return maximum, ()

@@ -25,7 +25,7 @@ def retrieval_strength(base: float, dim: int, length: int) -> npt.NDArray[np.flo
     """
     side = max(1, math.isqrt(length - 1) + 1)
     frequencies = plain_frequencies(base, dim)
-    # m = a·side + b, so cos(mθ) = cos(a·side·θ)cos(bθ) − sin(a·side·θ)sin(bθ): a product of two small matrices.
+    # m = a·side + b, so cos(mθ) = cos(a·side·θ)cos(bθ) − sin(a·side·θ)sin(bθ): two small matrix products.
     coarse = np.outer(np.arange(side) * side, frequencies)
     fine = np.outer(np.arange(side), frequencies)
     table = np.cos(coarse) @ np.cos(fine).T - np.sin(coarse) @ np.sin(fine).T
@@ -45,7 +45,7 @@ def can_retrieve(base: float, dim: int, length: int) -> bool:
 
 
 def retrieval_base(length: int, dim: int) -> float:
-    """The smallest base, in steps of half a percent, that can retrieve over `length` tokens (arXiv 2405.14591).
+    """The smallest base, in steps of half a percent, that retrieves over `length` tokens (arXiv 2405.14591).
 
     Able bases come in narrow islands before every larger base is able, which is why a bisection would
     not find the smallest one and why published values depend on the grid they were searched on.
@@ -103,7 +103,7 @@ def interpolation_bound(
 
 
 def extrapolation_bound(distances: npt.ArrayLike, dim: int, base: float = 1e4) -> npt.NDArray[np.float64]:
-    """B(s) = Σ_k |A_k(s)|, A_k(s) = Σ_{j<k} e^(i·s·θ_j): how far a score may wander outside the trained window.
+    """B(s) = Σ_k |A_k(s)|, A_k(s) = Σ_{j<k} e^(i·s·θ_j): how far a score may go outside the trained window.
 
     Args:
         distances: s, any shape, tokens.

@@ -94,7 +94,8 @@ def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     checks = [_check(live, wanted) for live in _rotary_buffers(model, text, wanted)]
     if not checks:
         raise RopeMismatchError(
-            f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be verified; "
+            f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be "
+            "verified; "
             "is it a RoPE model?"
         )
     return RopeReport(tuple(checks), int(text.max_position_embeddings))
@@ -114,7 +115,9 @@ def tolerance(parameters: Mapping[str, Any]) -> float:
 
 def _expected(source: Any, text: Any) -> _Expected:
     if isinstance(source, RopePlan):
-        return _Expected(source.rope_parameters, source.max_position_embeddings, source.rotary_dim, source.fixed)
+        return _Expected(
+            source.rope_parameters, source.max_position_embeddings, source.rotary_dim, source.fixed
+        )
     nested = isinstance(source, Mapping) and isinstance(source.get(FULL), Mapping)
     if isinstance(source, Mapping) and ("rope_type" in source or "type" in source or nested):
         parameters = {k: normalise(v) for k, v in source.items() if v} if nested else normalise(source)
@@ -134,8 +137,10 @@ def _check_config(text: Any, wanted: _Expected) -> None:
     inner = parameters.get(FULL, parameters) if isinstance(parameters, Mapping) else None
     if copied and inner and normalise(copied) != normalise(inner):
         raise RopeMismatchError(
-            f"the config holds two different ropes: rope_parameters={dict(inner)}, but the copy for older readers says "
-            f"rope_scaling={copied}, and a reload takes the copy. Use extend_context instead of editing rope_parameters"
+            f"the config holds two different ropes: rope_parameters={dict(inner)}, but the copy for older "
+            "readers says "
+            f"rope_scaling={copied}, and a reload takes the copy. Use extend_context instead of editing "
+            "rope_parameters"
         )
 
 
@@ -171,14 +176,17 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
     parameters = wanted.parameters
     if live.layer_type is not None and FULL in parameters:
         if live.layer_type not in parameters:
-            raise RopeMismatchError(f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}")
+            raise RopeMismatchError(
+                f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}"
+            )
         parameters = parameters[live.layer_type]
     got = _frequencies_of_table(live, wanted) if wanted.fixed else _read(live.name, live.tensor)
     dim = 2 * got.size
     if wanted.rotary_dim not in (None, dim) and live.layer_type in (None, FULL):
         raise RopeMismatchError(
-            f"{live.name} has {got.size} frequencies, but the config's rotary dimension is {wanted.rotary_dim}, "
-            f"which needs {wanted.rotary_dim // 2}. {_REBUILD}"  # type: ignore[operator]
+            f"{live.name} has {got.size} frequencies, but the config's rotary dimension is "
+            f"{wanted.rotary_dim}, "
+            f"which needs {wanted.rotary_dim // 2}. {_REBUILD}"
         )
     rtol = tolerance(parameters)
     candidates = _candidates(parameters, dim, wanted.maximum)
@@ -190,14 +198,16 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
         first = int(np.argmax(fits[best] > rtol))
         raise RopeMismatchError(
             f"{live.name}[{first}] is {got[first]:.9g}, but {parameters['rope_type']} with theta "
-            f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference {fits[best][first]:.1e}, "
+            f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference "
+            f"{fits[best][first]:.1e}, "
             f"allowed {rtol:.1e}). {_REBUILD}"
         )
     if live.original is not None and parameters["rope_type"] == "longrope":
         start = _difference(_read(live.name, live.original), candidates[0][0]).max()
         if start > rtol:
             raise RopeMismatchError(
-                f"{live.name}: the buffer kept for short batches differs from short_factor's frequencies by {start:.1e} "
+                f"{live.name}: the buffer kept for short batches differs from short_factor's frequencies by "
+                f"{start:.1e} "
                 f"(allowed {rtol:.1e}). {_REBUILD}"
             )
     found = 1.0 if live.attention_factor is None else float(live.attention_factor)
@@ -206,7 +216,9 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
             f"{live.name}: cos and sin are scaled by {found:.9g}, but {parameters['rope_type']} wants "
             f"{attention:.9g}. {_REBUILD}"
         )
-    return RopeCheck(live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found)
+    return RopeCheck(
+        live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found
+    )
 
 
 def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[tuple[Frequencies, float]]:
@@ -220,7 +232,7 @@ def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[t
 
 
 def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
-    """Relative, and absolute where 0 is wanted (the unrotated tail of a proportional rope). NaN counts as infinite."""
+    """Relative; absolute where 0 is wanted (the tail of a proportional rope). NaN counts as infinite."""
     scale = np.where(want == 0, 1.0, np.abs(want))
     return np.nan_to_num(np.abs(got - want) / scale, nan=np.inf)
 
@@ -228,13 +240,17 @@ def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
 def _read(name: str, tensor: Any) -> Frequencies:
     if tensor.is_meta:
         raise RopeMismatchError(
-            f"{name} is on the meta device: its values do not exist yet. Verify after the weights are loaded; if they "
-            "are, the loader left the buffer out (it is not in the checkpoint and must be made from the config)"
+            f"{name} is on the meta device: its values do not exist yet. Verify after the weights are "
+            "loaded; if they "
+            "are, the loader left the buffer out (it is not in the checkpoint and must be made from the "
+            "config)"
         )
     if str(tensor.dtype) not in ("torch.float32", "torch.float64"):
         raise RopeMismatchError(
-            f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 from 257. "
-            "Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of casting the whole model "
+            f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 "
+            "from 257. "
+            "Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of casting the "
+            "whole model "
             "with .to(torch.bfloat16) or .half()"
         )
     values: Frequencies = tensor.detach().cpu().double().numpy().reshape(-1)
@@ -242,10 +258,12 @@ def _read(name: str, tensor: Any) -> Frequencies:
 
 
 def _frequencies_of_table(live: _Live, wanted: _Expected) -> Frequencies:
-    """GPT-J keeps sin and cos of every position, [positions, d], and no frequencies: row 1 gives them back."""
+    """GPT-J keeps sin and cos of every position, [positions, d], not frequencies: row 1 gives them back."""
     table = live.tensor
     if table.shape[0] < wanted.maximum:
-        raise RopeMismatchError(f"{live.name} has {table.shape[0]} positions, but {wanted.maximum} are wanted. {_REBUILD}")
+        raise RopeMismatchError(
+            f"{live.name} has {table.shape[0]} positions, but {wanted.maximum} are wanted. {_REBUILD}"
+        )
     half = table.shape[1] // 2
     row = _read(live.name, table[1])
     angles: Frequencies = np.arctan2(row[:half], row[half:])

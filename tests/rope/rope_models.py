@@ -86,7 +86,7 @@ def build(config, **kwargs):
 
 
 def logits(model, positions):
-    """Logits of a fixed row of tokens at the given positions, float32, shape [1, len(positions), vocabulary]."""
+    """Logits of a fixed row of tokens at the given positions, shape [1, len(positions), vocabulary]."""
     position_ids = torch.tensor([positions])
     tokens = torch.arange(len(positions)).unsqueeze(0) % 40 + 3
     with torch.no_grad():
