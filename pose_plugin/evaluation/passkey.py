@@ -107,10 +107,10 @@ class PasskeyResult:
 
     @property
     def by_depth(self) -> dict[tuple[int, float], Accuracy]:
-        """By (length, depth); depths drawn at random are put together in tenths, named by their middle."""
+        """By (length, depth); depths drawn at random are put together in fifths, named by their middle."""
         cells: dict[tuple[int, float], list[PasskeyTrial]] = {}
         for trial in self.trials:
-            depth = trial.depth if self.depths else min(int(trial.depth * 10), 9) / 10 + 0.05
+            depth = trial.depth if self.depths else min(int(trial.depth * 5), 4) / 5 + 0.1
             cells.setdefault((trial.length, round(depth, 4)), []).append(trial)
         return {cell: _accuracy(cells[cell]) for cell in sorted(cells)}
 

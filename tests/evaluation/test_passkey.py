@@ -194,9 +194,9 @@ def trials_of(*rows):
     )
 
 
-def test_random_depths_are_put_together_in_tenths():
-    result = PasskeyResult(trials_of((128, 0.0, 1, 1), (128, 0.09, 0, 1), (128, 1.0, 1, 1)), None, 0, "")
-    assert result.by_depth == {(128, 0.05): Accuracy(1, 2), (128, 0.95): Accuracy(1, 1)}
+def test_random_depths_are_put_together_in_fifths():
+    result = PasskeyResult(trials_of((128, 0.0, 1, 1), (128, 0.19, 0, 1), (128, 1.0, 1, 1)), None, 0, "")
+    assert result.by_depth == {(128, 0.1): Accuracy(1, 2), (128, 0.9): Accuracy(1, 1)}
 
 
 @pytest.mark.parametrize(

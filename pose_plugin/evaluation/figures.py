@@ -1,0 +1,233 @@
+"""The pictures of a report, drawn as for print: matplotlib is imported when the first one is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pose_plugin.errors import PoSEError
+
+if TYPE_CHECKING:
+    from pose_plugin.evaluation.report import Report
+
+# Okabe & Ito's colours stay apart for colour-blind readers, and markers in black and white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#000000")
+MARKERS = "osD^vPX*"
+# Any: matplotlib types the keys one by one.
+STYLE: Any = {
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "axes.titlesize": 9,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.edgecolor": "#444444",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "figure.dpi": 200,
+    "savefig.bbox": "tight",
+    "savefig.pad_inches": 0.05,
+}
+
+
+def require_matplotlib() -> None:
+    """Raises PoSEError, with the way out, where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PoSEError(
+            'figures need matplotlib, which is not installed; pip install "pose-plugin[plot]", or do without '
+            "them: figures=False, on the command line --no-figures"
+        ) from None
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Draws what there are results for: passkey.png, passkey_depth.png, perplexity.png.
+
+    Returns:
+        the files written.
+
+    Raises:
+        PoSEError: matplotlib is missing.
+    """
+    written = []
+    if any(model.passkey for model in report.models):
+        written += [passkey_by_length(report, folder / "passkey.png")]
+        written += [passkey_by_depth(report, folder / "passkey_depth.png")]
+    if any(model.perplexity for model in report.models):
+        written += [perplexity_by_length(report, folder / "perplexity.png")]
+    return written
+
+
+def passkey_by_length(report: Report, path: Path) -> Path:
+    """Share of keys found by prompt length, one line a model; bars are Wilson's 95 % intervals."""
+    with _figure(path) as (_, axes):
+        measured = [(i, m.name, m.passkey) for i, m in enumerate(report.models) if m.passkey]
+        for rank, (i, name, result) in enumerate(measured):
+            # Lines at 0 and at 100 % would hide each other: moved apart by a hair, the same for all lengths.
+            nudge = 2 ** (0.05 * (rank - (len(measured) - 1) / 2))
+            x = [length * nudge for length in result.by_length]
+            y = [100 * a.value for a in result.by_length.values()]
+            # At 0 and 100 % rounding would leave a negative bar.
+            below = [max(0, 100 * (a.value - a.interval[0])) for a in result.by_length.values()]
+            above = [max(0, 100 * (a.interval[1] - a.value)) for a in result.by_length.values()]
+            axes.errorbar(x, y, yerr=[below, above], label=name, elinewidth=0.8, capsize=0, **_look(i))
+        _length_axis(axes, sorted({n for _, _, r in measured for n in r.lengths}), report)
+        axes.set_ylim(-4, 104)
+        axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+        axes.set_ylabel("passkeys found")
+        axes.set_xlabel("prompt length (tokens)")
+        _legend(axes, len(measured))
+    return path
+
+
+def perplexity_by_length(report: Report, path: Path) -> Path:
+    """Perplexity by window size, one line a model, both axes logarithmic."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    with _figure(path) as (_, axes):
+        measured = [(i, m.name, m.perplexity) for i, m in enumerate(report.models) if m.perplexity]
+        values = []
+        for i, name, result in measured:
+            y = [w.perplexity if math.isfinite(w.perplexity) else math.nan for w in result.by_length.values()]
+            values += [v for v in y if v == v]
+            axes.plot(list(result.by_length), y, label=name, **_look(i))
+        axes.set_yscale("log")
+        low, high = (min(values), max(values)) if values else (1.0, 10.0)
+        axes.set_ylim(low / 1.25, high * 1.25)
+        # Over less than two decades the powers of ten alone would leave one label or none.
+        subs = (1, 2, 3, 5) if high / low < 100 else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        _length_axis(axes, sorted({n for _, _, r in measured for n in r.by_length}), report)
+        axes.set_ylabel("perplexity (log scale)")
+        axes.set_xlabel("window size (tokens)")
+        _legend(axes, len(measured))
+    return path
+
+
+def passkey_by_depth(report: Report, path: Path) -> Path:
+    """One panel a model: depth by length, the share of keys found as colour and number."""
+    measured = [(m.name, m.passkey) for m in report.models if m.passkey]
+    lengths = sorted({n for _, result in measured for n in result.lengths})
+    depths = sorted({depth for _, result in measured for _, depth in result.by_depth})
+    columns = 2 if len(measured) == 4 and len(lengths) > 6 else min(len(measured), 4)
+    rows = math.ceil(len(measured) / columns)
+    width, height = max(1.2, 0.36 * len(lengths)), max(1.0, 0.2 * len(depths))
+    size = ((width + 0.25) * columns + 1.3, (height + 0.55) * rows + 0.35)
+    with _figure(path, size, rows, columns) as (figure, grid):
+        image = None
+        for axes, (name, result) in zip(grid, measured, strict=False):
+            cells = result.by_depth
+            values = [[_value(cells.get((n, depth))) for n in lengths] for depth in depths]
+            image = axes.imshow(values, aspect="auto", cmap="YlGnBu", vmin=0, vmax=100)
+            for row, line in enumerate(values):
+                for column, value in enumerate(line):
+                    if value == value:
+                        look = {"color": "white" if value > 55 else "#333333", "fontsize": 6}
+                        axes.text(column, row, f"{value:.0f}", ha="center", va="center", **look)
+            axes.set_title(name, pad=12 if report.train_length or report.target_length else 4)
+            axes.set_xticks(range(len(lengths)), [tokens(n) for n in lengths])
+            axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
+            axes.set_facecolor("#eeeeee")
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            _mark_columns(axes, lengths, report)
+        for axes in grid[len(measured) :]:
+            axes.set_visible(False)
+        for i, axes in enumerate(grid):
+            axes.set_ylabel("depth of the key" if i % columns == 0 else "")
+            axes.tick_params(labelleft=i % columns == 0)
+        for axes in grid[max(0, len(measured) - columns) : len(measured)]:
+            axes.set_xlabel("prompt length (tokens)")
+        bar = figure.colorbar(image, ax=grid, shrink=0.95, aspect=14 * rows, pad=0.015)
+        bar.set_label("passkeys found (%)")
+        bar.outline.set_visible(False)
+    return path
+
+
+def tokens(length: int) -> str:
+    """2048 as 2k, 512 and 5000 as they are."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+@contextmanager
+def _figure(
+    path: Path, size: tuple[float, float] = (4.8, 2.9), rows: int = 1, columns: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes (one, or a list for passkey_depth.png), saved at the end; no global state."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        yield figure, (grid[0][0] if path.name != "passkey_depth.png" else list(grid.flat))
+        figure.savefig(path)
+
+
+def _look(index: int) -> dict[str, Any]:
+    colour = COLOURS[index % len(COLOURS)]
+    marker = MARKERS[index % len(MARKERS)]
+    return {"color": colour, "marker": marker, "markeredgecolor": "white", "markeredgewidth": 0.7}
+
+
+def _length_axis(axes: Any, lengths: list[int], report: Report) -> None:
+    """A logarithmic axis with the measured lengths as ticks, the trained window shaded, the target marked."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(lengths, [tokens(n) for n in lengths])
+    left, right = lengths[0] / 1.25, lengths[-1] * 1.25
+    axes.set_xlim(left, right)
+    axes.grid(True, axis="y")
+    above = {"transform": axes.get_xaxis_transform(), "va": "bottom", "fontsize": 7.5, "color": "#666666"}
+    if report.train_length and report.train_length > left:
+        end = min(report.train_length, right)
+        axes.axvspan(left, end, color="#f0f0f0", linewidth=0, zorder=0)
+        axes.axvline(end, color="#999999", linewidth=0.8, zorder=0)
+        axes.text(end, 1.01, f"trained {tokens(report.train_length)}", ha="center", **above)
+    if report.target_length and left < report.target_length < right:
+        axes.axvline(report.target_length, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        axes.text(report.target_length, 1.01, f"target {tokens(report.target_length)}", ha="center", **above)
+
+
+def _mark_columns(axes: Any, lengths: list[int], report: Report) -> None:
+    """Lines behind the last column within the trained and within the target window."""
+    for label, window in (("trained", report.train_length), ("target", report.target_length)):
+        inside = sum(n <= window for n in lengths) if window else 0
+        if inside:
+            line = "-" if label == "trained" else "--"
+            axes.axvline(inside - 0.5, color="#D55E00", linewidth=1.2, linestyle=line)
+            axes.text(
+                inside - 0.5, 1.01, label, ha="center", va="bottom", fontsize=7, color="#D55E00",
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+
+
+def _legend(axes: Any, entries: int) -> None:
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(entries, 4), frameon=False, handlelength=1.8
+    )
+
+
+def _value(accuracy: Any) -> float:
+    return math.nan if accuracy is None else 100 * accuracy.value
