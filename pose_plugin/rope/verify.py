@@ -192,7 +192,7 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
     candidates = _candidates(parameters, dim, wanted.maximum)
     # longrope swaps its buffer between two lists as batches pass; either is right, a mixture is not.
     fits = [_difference(got, want) for want, _ in candidates]
-    best = min(range(len(fits)), key=lambda n: fits[n].max())
+    best = min(range(len(fits)), key=lambda n: (np.count_nonzero(fits[n] > rtol), fits[n].max()))
     want, attention = candidates[best]
     if fits[best].max() > rtol:
         first = int(np.argmax(fits[best] > rtol))

@@ -89,5 +89,7 @@ def logits(model, positions):
     """Logits of a fixed row of tokens at the given positions, shape [1, len(positions), vocabulary]."""
     position_ids = torch.tensor([positions])
     tokens = torch.arange(len(positions)).unsqueeze(0) % 40 + 3
+    # With a mask: without one transformers takes a jump in the positions for the start of another document.
+    mask = torch.ones_like(tokens)
     with torch.no_grad():
-        return model(input_ids=tokens, position_ids=position_ids, use_cache=False).logits.float()
+        return model(tokens, attention_mask=mask, position_ids=position_ids, use_cache=False).logits.float()

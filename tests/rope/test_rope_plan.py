@@ -1,0 +1,438 @@
+"""What a plan decides, says and refuses; one test per trap."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW
+from transformers import (
+    BloomConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3Config,
+    GPT2Config,
+    GPTJConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2VLConfig,
+)
+
+from pose_plugin.config import RopeSettings
+from pose_plugin.errors import PoSEError
+from pose_plugin.rope import extend_context, kinds, plan_rope, theory
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+KINDS = ["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "auto"]
+
+
+def settings(kind):
+    return {"type": "base", "theta": 2e8} if kind == "base" else kind
+
+
+def llama(**values):
+    return LlamaConfig(**{**SMALL, "max_position_embeddings": 2048, **values})
+
+
+# --- what each kind writes -------------------------------------------------------------------------
+
+WRITTEN = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0},
+    "ntk": {"rope_type": "default", "rope_theta": 1e4 * 16 ** (32 / 30)},
+    "base": {"rope_type": "default", "rope_theta": 2e8},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": kinds.yarn_attention_factor(16),
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_what_is_written(kind):
+    plan = plan_rope(llama(), 32768, settings(kind))
+    assert plan.rope_parameters == WRITTEN[kind]
+    assert (plan.original_length, plan.factor, plan.max_position_embeddings) == (2048, 16.0, 32768)
+    assert type(plan.max_position_embeddings) is int
+
+
+def test_yarn_revised_is_one_list_for_short_and_long():
+    plan = plan_rope(llama(), 32768, "yarn-revised")
+    wanted = kinds.revised_yarn_factors(1e4, 32, 16, 2048).tolist()
+    assert plan.rope_parameters["long_factor"] == plan.rope_parameters["short_factor"] == wanted
+    assert plan.rope_parameters["rope_type"] == "longrope"
+    assert plan.rope_parameters["attention_factor"] == kinds.yarn_attention_factor(16)
+
+
+def test_longrope_reads_its_file(tmp_path):
+    path = tmp_path / "factors.json"
+    long, short = [1.0 + i for i in range(16)], [1.0] * 16
+    path.write_text(json.dumps({"long_factor": long, "short_factor": short}))
+    plan = plan_rope(llama(), 32768, {"type": "longrope", "factors_file": str(path)})
+    assert plan.rope_parameters["long_factor"] == long
+    assert plan.rope_parameters["short_factor"] == short
+    assert plan.rope_parameters["attention_factor"] == kinds.longrope_attention_factor(16, 2048)
+    assert any("whole batch" in warning and "2048" in warning for warning in plan.warnings)
+    path.write_text(json.dumps({"long_factor": long, "short_factor": long}))
+    same = plan_rope(llama(), 32768, {"type": "longrope", "factors_file": str(path)})
+    assert same.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ["not JSON"]),
+        ('{"long_factor": [1.0]}', ["long_factor", "1 entries", "16"]),
+        (json.dumps({"long_factor": [1.0] * 16}), ["short_factor", "None"]),
+        (json.dumps({"long_factor": [1.0] * 15 + [0], "short_factor": [1.0] * 16}), ["above 0"]),
+        (None, ["cannot be read"]),
+    ],
+)
+def test_a_bad_factors_file_is_named(tmp_path, content, words):
+    path = tmp_path / "factors.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PoSEError) as error:
+        plan_rope(llama(), 32768, {"type": "longrope", "factors_file": str(path)})
+    assert all(word in str(error.value) for word in [*words, "factors.json"])
+
+
+def test_none_keeps_the_frequencies_and_states_the_consequence():
+    plan = plan_rope(llama(), 32768, "none")
+    assert plan.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+    assert plan.max_position_embeddings == 32768
+    assert "never seen" in plan.warnings[0] and "yarn" in plan.warnings[0]
+    short = plan_rope(llama(), 1024, "none")
+    assert (short.max_position_embeddings, short.warnings) == (2048, ())
+
+
+def test_none_pins_a_factor_that_readers_derive_from_the_maximum():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 512}
+    config = {**llama().to_dict(), "model_type": "unheard-of", "rope_parameters": yarn}
+    assert plan_rope(config, 32768, "none").rope_parameters["factor"] == 4.0
+
+
+def test_auto_shows_four_candidates_and_takes_the_larger_of_a_and_c():
+    plan = plan_rope(llama(), 32768, "auto")
+    retrieval, floor = theory.retrieval_base(32768, 32), kinds.ntk_base(1e4, 16, 32)
+    assert retrieval > floor
+    assert plan.rope_parameters == {"rope_type": "default", "rope_theta": retrieval}
+    assert plan.type == "base"
+    assert [note[:3] for note in plan.notes[:4]] == ["(a)", "(b)", "(c)", "(d)"]
+    assert "auto takes (a)" in plan.notes[4]
+    large = plan_rope(llama(rope_theta=1e10), 32768, "auto")
+    assert large.rope_parameters["rope_theta"] == kinds.ntk_base(1e10, 16, 32)
+    assert "auto takes (c)" in " ".join(large.notes)
+
+
+def test_a_base_that_is_too_small_is_called_so():
+    assert "shorter" in plan_rope(llama(), 32768, {"type": "base", "theta": 5e3}).warnings[0]
+    assert "retrieval bound" in plan_rope(llama(), 32768, {"type": "base", "theta": 2e4}).warnings[0]
+    assert plan_rope(llama(), 32768, {"type": "base", "theta": 2e8}).warnings == ()
+
+
+# --- traps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_the_config_given_is_not_modified(kind, as_dict):
+    config = llama().to_dict() if as_dict else llama()
+    before = copy.deepcopy(config if as_dict else config.__dict__)
+    extend_context(config, 32768, settings(kind))
+    assert (config if as_dict else config.__dict__) == before
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "yarn-revised", "llama3"])
+@pytest.mark.parametrize("config", ["object", "dict", "dict of transformers 4"])
+def test_theta_is_carried_over(kind, config):
+    given = {
+        "object": llama(rope_theta=3e5),
+        "dict": llama(rope_theta=3e5).to_dict(),
+        "dict of transformers 4": {**SMALL, "model_type": "llama", "rope_theta": 3e5},
+    }[config]
+    assert plan_rope(given, 32768, kind).rope_parameters["rope_theta"] == 3e5
+
+
+def test_a_rope_dict_without_any_theta_is_refused():
+    config = {**SMALL, "model_type": "unheard-of", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(PoSEError, match="no rope_theta"):
+        plan_rope(config, 32768)
+
+
+def test_the_old_spelling_type_is_accepted():
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = {**SMALL, "max_position_embeddings": 2048, "model_type": "llama", "rope_scaling": old}
+    plan = plan_rope(config, 4096)
+    assert (plan.original_length, plan.factor) == (512, 8.0)
+    assert plan.rope_parameters["rope_type"] == "yarn"
+    assert "type" not in plan.rope_parameters
+    raw = plan_rope({**config, "model_type": "unheard-of", "rope_theta": 1e4}, 4096)
+    assert raw.rope_parameters == plan.rope_parameters
+
+
+@pytest.mark.parametrize("target", [16384.0, "16384", True, 0])
+def test_target_length_must_be_a_whole_number(target):
+    with pytest.raises(PoSEError, match="target_length"):
+        plan_rope(llama(), target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"])
+def test_extending_twice_equals_extending_once(name, kind):
+    once = extend_context(CONFIGS[name](), 1024, settings(kind))
+    reread = extend_context(CONFIGS[name](), 256, settings(kind))
+    twice = extend_context(type(reread).from_dict(reread.to_dict()), 1024, settings(kind))
+    assert twice.to_dict() == once.to_dict()
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_extending_with_another_kind_starts_from_the_true_original(first):
+    twice = extend_context(extend_context(llama(), 8192, settings(first)), 32768, "yarn")
+    assert twice.rope_parameters == WRITTEN["yarn"]
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "yarn-revised"])
+def test_the_original_length_is_found_without_our_record(kind):
+    config = extend_context(llama(), 8192, kind)
+    del config.pose_plugin
+    assert plan_rope(config, 32768, "yarn").rope_parameters == WRITTEN["yarn"]
+
+
+def test_linear_without_a_record_divides_the_maximum_and_says_so():
+    config = llama(
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+    )
+    plan = plan_rope(config, 65536, "yarn")
+    assert (plan.original_length, plan.factor) == (4096, 16.0)
+    assert any("rope.original_length: 16384" in note for note in plan.notes)
+    asked = plan_rope(config, 65536, {"type": "yarn", "original_length": 16384})
+    assert (asked.original_length, asked.factor) == (16384, 4.0)
+
+
+def test_what_is_replaced_is_stated():
+    config = llama(max_position_embeddings=131072, rope_parameters=dict(LLAMA3))
+    plan = plan_rope(config, 262144, "yarn")
+    assert (plan.original_length, plan.factor) == (8192, 32.0)
+    said = " ".join(plan.notes)
+    assert "replaces" in said and "llama3" in said and "factor 8" in said and "8192" in said
+    assert plan.before == "llama3, theta 500000, factor 8, from 8192; window 131072"
+    assert plan.after == "yarn, theta 500000, factor 32, from 8192; window 262144"
+
+
+def test_a_target_inside_the_present_window_is_pointed_out():
+    config = llama(max_position_embeddings=131072, rope_parameters=dict(LLAMA3))
+    plan = plan_rope(config, 65536, "yarn")
+    assert plan.max_position_embeddings == 65536
+    assert any("rope: none" in note for note in plan.notes)
+
+
+def test_the_models_own_yarn_shape_is_kept_unless_told_otherwise():
+    config = GptOssConfig()
+    plan = plan_rope(config, 262144, "yarn")
+    assert plan.rope_parameters["truncate"] is False
+    assert (plan.original_length, plan.factor, plan.rope_parameters["rope_theta"]) == (4096, 64.0, 150000.0)
+    config.rope_parameters["beta_fast"] = 24.0
+    assert plan_rope(config, 262144, "yarn").rope_parameters["beta_fast"] == 24.0
+    asked = plan_rope(config, 262144, {"type": "yarn", "beta_fast": 32.0})
+    assert asked.rope_parameters["beta_fast"] == 32.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+def test_only_full_attention_layers_change(name, kind):
+    config = CONFIGS[name]()
+    plan = plan_rope(config, 1024, settings(kind))
+    before = config.rope_parameters
+    assert plan.rope_parameters["sliding_attention"] == before["sliding_attention"]
+    assert plan.rope_parameters["full_attention"] != before["full_attention"]
+    assert any("only the full_attention layers change" in note for note in plan.notes)
+
+
+def test_multimodal_configs_are_read_at_their_text_part():
+    config = Gemma3Config(text_config={**SMALL, "layer_types": ["sliding_attention", "full_attention"]})
+    plan = plan_rope(config, 1024)
+    assert (plan.original_length, plan.layer_type) == (WINDOW, "full_attention")
+    assert plan_rope(config.to_dict(), 1024).rope_parameters == plan.rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MistralConfig(**SMALL, sliding_window=32), ["every layer", "32", "will not be reached"]),
+        (Gemma2Config(**SMALL, sliding_window=32), ["1 of 2 layers", "share"]),
+        (CONFIGS["gemma3"](), ["1 of 2 layers", "16"]),
+        (
+            Cohere2Config(**SMALL, layer_types=["sliding_attention", "full_attention"], sliding_window=32),
+            ["cohere2", "no rotary positions"],
+        ),
+    ],
+)
+def test_a_sliding_window_below_the_target_is_warned_about(config, words):
+    said = " ".join(plan_rope(config, 1024).warnings)
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SMALL, sliding_window=None),
+        MistralConfig(**SMALL, sliding_window=1024),
+        Qwen2Config(**SMALL, sliding_window=32, use_sliding_window=False),
+    ],
+)
+def test_no_warning_where_no_window_is_in_the_way(config):
+    assert plan_rope(config, 1024).warnings == ()
+
+
+def test_a_factor_that_does_not_match_the_target_is_warned_about():
+    plan = plan_rope(llama(), 32768, {"type": "yarn", "factor": 8})
+    assert plan.rope_parameters["factor"] == 8.0
+    assert "16384" in plan.warnings[0] and "32768" in plan.warnings[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_rotary_dimension_of_each_family(name):
+    assert plan_rope(CONFIGS[name](), 1024).rotary_dim == ROTARY_DIM[name]
+
+
+def test_deepseek_keeps_its_temperature_in_the_softmax():
+    plan = plan_rope(DeepseekV3Config(), 262144)
+    assert (plan.rope_parameters["mscale"], plan.rope_parameters["mscale_all_dim"]) == (1.0, 1.0)
+    assert "attention_factor" not in plan.rope_parameters
+    own = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+    config = DeepseekV3Config(rope_parameters={**own, "original_max_position_embeddings": 4096})
+    assert plan_rope(config, 262144).rope_parameters["mscale_all_dim"] == 0.7
+    assert any("mscale_all_dim=0.7" in warning for warning in plan_rope(config, 262144, "linear").warnings)
+    asked = plan_rope(config, 262144, {"type": "yarn", "attention_factor": 1.1}).rope_parameters
+    assert asked["attention_factor"] == 1.1 and "mscale_all_dim" not in asked
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_phi3_gets_the_same_frequencies_as_a_longrope_list(kind):
+    plan = plan_rope(CONFIGS["phi3"](), 1024, kind)
+    assert plan.rope_parameters["rope_type"] == "longrope"
+    assert any("longrope" in note and kind in note for note in plan.notes)
+    twin = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": WINDOW, "rope_theta": 1e4}
+    wanted = plan_rope({**twin, "model_type": "unheard-of", "partial_rotary_factor": 0.5}, 1024, kind)
+    got, attention = kinds.inverse_frequencies(plan.rope_parameters, 16)
+    want, want_attention = kinds.inverse_frequencies(wanted.rope_parameters, 16)
+    assert got == pytest.approx(want, rel=1e-12)
+    assert attention == want_attention
+
+
+# --- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", [2048, 1024])
+def test_nothing_to_stretch(kind, target):
+    with pytest.raises(PoSEError) as error:
+        plan_rope(llama(), target, settings(kind))
+    assert f"target_length={target}" in str(error.value)
+    assert "2048" in str(error.value) and "rope: none" in str(error.value)
+
+
+def test_dynamic_is_for_inference():
+    with pytest.raises(PoSEError, match="inference only"):
+        plan_rope(llama(), 32768, "dynamic")
+    config = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(PoSEError, match="rope: ntk"):
+        plan_rope(config, 32768, "none")
+    assert plan_rope(config, 32768, "yarn").rope_parameters == WRITTEN["yarn"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GPT2Config(), ["gpt2", "learned"]),
+        (GPT2Config().to_dict(), ["gpt2", "learned"]),
+        (BloomConfig(), ["bloom", "ALiBi"]),
+        (MptConfig(), ["mpt", "ALiBi"]),
+        (FalconConfig(alibi=True), ["falcon", "ALiBi"]),
+        (Qwen2VLConfig(), ["qwen2_vl", "three positions"]),
+        (GPTJConfig(), ["gptj", "rope: none"]),
+        (
+            {"model_type": "unheard-of", "rope_scaling": {"rope_type": "mrope", "rope_theta": 1e6}},
+            ["unheard-of", "three positions"],
+        ),
+        (
+            {
+                "model_type": "x",
+                "rope_parameters": {"main": {"rope_theta": 1.0e4}},
+                "max_position_embeddings": 8,
+            },
+            ["'x'", "main", "full_attention"],
+        ),
+        (
+            {"model_type": "x", "rope_theta": 1e4, "max_position_embeddings": 16384.5},
+            ["max_position_embeddings=16384.5"],
+        ),
+        ({"model_type": "x", "rope_theta": 1e4, "max_position_embeddings": 64}, ["head_dim"]),
+    ],
+)
+def test_models_that_cannot_be_stretched(config, words):
+    with pytest.raises(PoSEError) as error:
+        plan_rope(config, 1_000_000)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_falcon_without_alibi_is_a_rope_model():
+    assert plan_rope(FalconConfig(alibi=False), 32768).rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ("spline", ["rope.type", "spline"]),
+        ({"type": "base"}, ["rope.theta"]),
+        ({"type": "yarn", "theta": 1e6}, ["rope.theta", "type: base"]),
+        ({"type": "ntk", "beta_fast": 16}, ["rope.beta_fast=16", "yarn"]),
+        ({"type": "base", "theta": 1e6, "factor": 2}, ["rope.factor=2", "linear"]),
+        ({"type": "yarn", "beta_fast": 1, "beta_slow": 2}, ["beta_fast=1", "beta_slow=2"]),
+        ({"type": "llama3", "low_freq_factor": 4}, ["high_freq_factor=4", "low_freq_factor=4"]),
+        ({"type": "yarn", "facter": 2}, ["facter", "factor"]),
+    ],
+)
+def test_settings_that_contradict_each_other(rope, words):
+    with pytest.raises(PoSEError) as error:
+        plan_rope(llama(), 32768, rope)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_settings_object_is_accepted():
+    plan = plan_rope(llama(), 32768, RopeSettings(type="linear"))
+    assert plan.rope_parameters == WRITTEN["linear"]
+
+
+def test_phi3_default_window_does_not_come_from_its_unused_original_length():
+    config = Phi3Config(**SMALL)
+    assert config.original_max_position_embeddings == 4096
+    assert plan_rope(config, 1024, "ntk").original_length == WINDOW
