@@ -1,4 +1,4 @@
-"""The `pose-plugin` command. A subcommand is one function that adds its arguments, and one line in COMMANDS."""
+"""The `pose-plugin` command. A subcommand is a function that adds its arguments, and a line in COMMANDS."""
 
 from __future__ import annotations
 
@@ -25,8 +25,16 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand. Returns its exit code; 2 for input that cannot work, with one sentence and no traceback."""
-    parser = argparse.ArgumentParser(prog="pose-plugin", description="Extend a context window and prove it worked.")
+    """Runs a subcommand.
+
+    Args:
+        arguments: default: those of the command line.
+
+    Returns:
+        the exit code; 2 for input that cannot work, which is told in a sentence, without a traceback.
+    """
+    about = "Extend a model's context window, and prove that it worked."
+    parser = argparse.ArgumentParser(prog="pose-plugin", description=about)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {}
     for name, add in COMMANDS.items():

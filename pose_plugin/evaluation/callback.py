@@ -18,9 +18,9 @@ from pose_plugin.log import log
 class EvaluationCallback(TrainerCallback):
     """Measures every so many steps and at the end, and logs `passkey/2048`, `perplexity/2048`, …
 
-    The collator rewrites positions of training batches only; here the model gets plain ones. Every rank does the
-    same forwards, since under ZeRO-3 and FSDP none can do one alone. Model modes and random states are as before
-    afterwards, so a run with this callback trains exactly like one without.
+    The collator rewrites positions of training batches only; here the model gets plain ones. Every rank does
+    the same forwards, since under ZeRO-3 and FSDP none can do one alone. Model modes and random states are as
+    before afterwards, so a run with this callback trains exactly like one without.
 
     Args:
         tokenizer: default: the trainer's processing class.
@@ -56,9 +56,9 @@ class EvaluationCallback(TrainerCallback):
         perplexity_options: dict[str, Any] | None = None,
     ) -> None:
         if not passkey_lengths and not perplexity_lengths:
-            raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths, perplexity_lengths or both")
+            raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths or perplexity_lengths")
         if perplexity_lengths and not texts:
-            raise PoSEError(f"perplexity_lengths={list(perplexity_lengths)} needs texts to measure on; give texts")
+            raise PoSEError(f"perplexity_lengths={list(perplexity_lengths)} needs texts to measure on")
         if every is not None and every < 1:
             raise PoSEError(f"every={every} must be at least 1 step; None measures at the end only")
         if every is None and not at_start and not at_end:
@@ -66,7 +66,7 @@ class EvaluationCallback(TrainerCallback):
         self.tokenizer = tokenizer
         self.passkey_lengths = list(passkey_lengths)
         self.perplexity_lengths = list(perplexity_lengths)
-        self.texts = texts
+        self.texts = list(texts or [])
         self.every, self.at_start, self.at_end = every, at_start, at_end
         self.passkey_options = {"progress": False, **(passkey_options or {})}
         self.perplexity_options = {"progress": False, **(perplexity_options or {})}
@@ -79,7 +79,7 @@ class EvaluationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The last step is measured here where it can be: at the train's end some loggers are already closed.
         last = self.at_end and state.global_step >= state.max_steps and not args.load_best_model_at_end
-        if last or self.every is not None and state.global_step % self.every == 0:
+        if last or (self.every is not None and state.global_step % self.every == 0):
             self._measure(args, state, control, _handler(), kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -88,18 +88,22 @@ class EvaluationCallback(TrainerCallback):
         if self.at_end and (args.load_best_model_at_end or not measured):
             self._measure(args, state, control, _handler(), kwargs)
 
-    def _measure(self, args: Any, state: Any, control: Any, handler: CallbackHandler | None, given: Any) -> None:
+    def _measure(
+        self, args: Any, state: Any, control: Any, handler: CallbackHandler | None, given: dict[str, Any]
+    ) -> None:
         model, tokenizer = given["model"], self.tokenizer or given.get("processing_class")
         if tokenizer is None:
-            raise PoSEError("EvaluationCallback has no tokenizer: give tokenizer=, or processing_class to the trainer")
+            raise PoSEError(
+                "EvaluationCallback has no tokenizer: give it one, or give the trainer a processing_class"
+            )
         keys = windows = None
         metrics: dict[str, float] = {}
         if self.passkey_lengths:
             keys = passkey(model, tokenizer, self.passkey_lengths, **self.passkey_options)
             metrics |= keys.metrics() | {"passkey/k_max": keys.k_max()}
         if self.perplexity_lengths:
-            assert self.texts is not None
-            windows = perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **self.perplexity_options)
+            options = self.perplexity_options
+            windows = perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **options)
             metrics |= windows.metrics()
         if not self.results:
             for result in (keys, windows):
@@ -109,15 +113,17 @@ class EvaluationCallback(TrainerCallback):
         report(metrics, args, state, control, handler)
 
 
-def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:
+def report(
+    metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None
+) -> None:
     """Logs as `Trainer.log` does: into the state's history and through every callback that reports somewhere.
 
-    `Trainer.log` itself is no help here: TRL's flushes its running means of the training metrics into the line.
+    `Trainer.log` itself would not do: TRL's also empties its running means of the training metrics into it.
     """
     logs = {**metrics, **({} if state.epoch is None else {"epoch": state.epoch})}
     state.log_history.append({**logs, "step": state.global_step})
     if handler is None:
-        log.warning("evaluation metrics are in state.log_history only: the trainer's callback handler was not found")
+        log.warning("evaluation metrics reach state.log_history only: no callback handler was found")
         return
     # on_log takes back the wish to log that this very step may have voiced for the training loss.
     wanted = control.should_log
@@ -126,7 +132,7 @@ def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handl
 
 
 def _handler() -> CallbackHandler | None:
-    """The callback handler that is calling: transformers gives callbacks everything but what they could log with."""
+    """The handler that is calling: transformers hands callbacks everything but what they could log with."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), CallbackHandler):

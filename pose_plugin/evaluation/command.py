@@ -1,4 +1,4 @@
-"""`pose-plugin evaluate`: several models side by side, before and after. Imports nothing heavy until it runs."""
+"""`pose-plugin evaluate`: several models side by side. Imports nothing heavy until it runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="folder of a saved model or of a PEFT adapter, or a hub name")
+    add("models", nargs="+", metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
     add("--lengths", required=True, help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes")
     add("--tasks", help="passkey,perplexity; default: passkey, and perplexity if there are --texts")
-    add("--output", required=True, metavar="DIR", help="folder for results.json, report.md, CSV and PNG files")
-    add("--texts", nargs="+", default=[], metavar="FILE", help="text files, each one document, for perplexity")
+    add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
+    add("--texts", nargs="+", default=[], metavar="FILE", help="documents for perplexity, UTF-8")
     add("--label", action="append", default=[], metavar="NAME=PATH", help="how a MODEL is called in tables")
     add("--extend", action="append", default=[], metavar="SETTINGS",
         help="also evaluate the first MODEL with its RoPE stretched and no training, e.g. "
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-windows", type=int, help="perplexity: windows a length; default: all")
     add("--max-tokens", type=int, help="perplexity: tokens of each text, from its start; default: all")
     add("--batch-size", type=int, help="sequences in one forward; default: about 16k tokens")
-    add("--train-length", type=int, help="the trained window to mark; default: what pose.json or the base say")
-    add("--target-length", type=int, help="the wanted window to mark; default: what pose.json or --extend say")
+    add("--train-length", type=int, help="the trained window, to mark it; default: as recorded")
+    add("--target-length", type=int, help="the wanted window, to mark it; default: as recorded")
     add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
     add("--device", help="cuda, cpu, …; default: the accelerator if there is one")
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks all input, then evaluates model after model; numbers are written after each of them.
+    """Checks the input, then evaluates model after model; numbers are written after each of them.
 
     Raises:
-        PoSEError: input that cannot work, named before any weights are loaded.
+        PoSEError: input that cannot work, named before any weights are loaded where that can be.
     """
     lengths = _lengths(args.lengths)
     tasks = _tasks(args)
@@ -69,10 +69,16 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib()
     sources = _sources(args)
     if "passkey" in tasks:
-        from pose_plugin.evaluation.passkey import PasskeyBuilder
+        from pose_plugin.evaluation.passkey import PasskeyBuilder, documents
 
         for source in sources:
-            PasskeyBuilder(source.tokenizer, filler_text=filler).document(lengths[0], 0.5, "12345")
+            builder = PasskeyBuilder(source.tokenizer, filler_text=filler)
+            documents(builder, lengths[:1], args.trials, depths, args.seed)
+    if "perplexity" in tasks:
+        from pose_plugin.evaluation.perplexity import tokenised
+
+        for source in sources:
+            tokenised(source.tokenizer, texts, lengths, args.max_tokens)
 
     from pose_plugin.evaluation.report import Report
 
@@ -166,20 +172,25 @@ def _tasks(args: argparse.Namespace) -> list[str]:
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
-        raise PoSEError(f"--tasks {args.tasks}: unknown task {', '.join(unknown) or '(none)'}; known: {', '.join(TASKS)}")
+        named = ", ".join(unknown) or "(none)"
+        raise PoSEError(f"--tasks {args.tasks}: unknown task {named}; known: {', '.join(TASKS)}")
     if "perplexity" in tasks and not args.texts:
-        raise PoSEError("--tasks perplexity needs texts to measure on; add --texts FILE…, each file one document")
+        raise PoSEError("--tasks perplexity needs texts to measure; add --texts FILE, each file one document")
     return tasks
 
 
 def _lengths(text: str) -> list[int]:
     try:
-        lengths = sorted({int(part[:-1]) * 1024 if part[-1:] in "kK" else int(part) for part in text.split(",")})
+        lengths = sorted({_tokens(part.strip().lower()) for part in text.split(",")})
     except ValueError:
-        raise PoSEError(f"--lengths {text} must be whole numbers of tokens with commas, e.g. 2048,4096 or 2k,4k") from None
+        raise PoSEError(f"--lengths {text} must be token counts with commas, e.g. 2048,4096 or 2k") from None
     if lengths[0] < 1:
         raise PoSEError(f"--lengths {text}: {lengths[0]} must be at least 1 token")
     return lengths
+
+
+def _tokens(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
 
 
 def _numbers(name: str, text: str) -> list[float]:
@@ -196,13 +207,13 @@ def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
         if not equals or not name:
             raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={models[-1]}")
         if path not in models:
-            raise PoSEError(f"--label {label}: {path} is none of the models; give it as one of {', '.join(models)}")
+            raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
         names[path] = name
     return names
 
 
 def _extension(text: str) -> tuple[int, dict[str, Any]]:
-    """"target_length=2048,rope=linear" as (2048, {"type": "linear"}); further keys are those of `rope:`."""
+    """(2048, {"type": "linear"}) for `target_length=2048,rope=linear`; further keys are those of `rope:`."""
     values = dict(part.strip().partition("=")[::2] for part in text.split(","))
     target = values.pop("target_length", "")
     if not target.isdigit():

@@ -73,8 +73,8 @@ def describe(path: str, name: str | None = None) -> Source:
     notes = []
     if not own:
         notes.append(
-            "the adapter has no config.json beside it, so its base model runs with the base's own RoPE; if it was "
-            "trained on stretched frequencies, save the extended config into its folder"
+            "the adapter has no config.json beside it, so its base runs with the base's own RoPE; if it "
+            "was trained on stretched frequencies, save the extended config into its folder"
         )
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return Source(
@@ -104,10 +104,13 @@ def extended(source: Source, target_length: int, rope: dict[str, Any], name: str
     from pose_plugin.rope import extend_context
 
     if source.is_adapter:
-        raise PoSEError(f"--extend makes a variant of a plain model, but {source.path} is an adapter; name its base")
+        raise PoSEError(
+            f"--extend stretches the first model, and {source.path} is an adapter; put its base first"
+        )
     config = extend_context(source.config, target_length, rope)
     name = name or f"{source.name} + {rope.get('type', 'yarn')} (RoPE only)"
-    return Source(name, source.path, source.base, config, source.tokenizer, record={"target_length": target_length})
+    record = {"target_length": target_length}
+    return Source(name, source.path, source.base, config, source.tokenizer, record=record)
 
 
 def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
@@ -124,10 +127,11 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
         raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.base, config=source.config, dtype=kind)
+        model: Any = AutoModelForCausalLM.from_pretrained(source.base, config=source.config, dtype=kind)
         if source.is_adapter:
             model = _peft().PeftModel.from_pretrained(model, source.path)
-        return model.to(device).eval()
+        model.to(device)
+        return model.eval()
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, PoSEError):
             raise
@@ -150,7 +154,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise PoSEError("evaluating an adapter needs PEFT, which is not installed; pip install peft") from None
+        raise PoSEError("an adapter needs PEFT, which is not installed; pip install peft") from None
     return peft
 
 
@@ -158,7 +162,7 @@ def _config(path: str) -> Any:
     from transformers import AutoConfig
 
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise PoSEError(f"{path} holds neither config.json nor adapter_config.json; give a saved model's folder")
+        raise PoSEError(f"{path} holds neither config.json nor adapter_config.json; name a saved model")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -176,7 +180,7 @@ def _tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PoSEError(f"{path} has no tokenizer that loads ({error}); save the tokenizer beside the model") from error
+        raise PoSEError(f"{path} has no tokenizer that loads; save it beside the model ({error})") from error
 
 
 def _record(folder: Path) -> dict[str, Any]:

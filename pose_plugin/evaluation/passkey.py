@@ -190,15 +190,15 @@ def passkey(
         PoSEError: a length the template does not fit in, no trials, fewer trials than depths, too little
             memory for one prompt; found before the model runs where it can be foreseen.
     """
-    documents = _documents(PasskeyBuilder(tokenizer, template, filler_text), lengths, trials, depths, seed)
+    prompts = documents(PasskeyBuilder(tokenizer, template, filler_text), lengths, trials, depths, seed)
     tokenizer = plain_tokenizer(tokenizer)
     reader = _Reader(tokenizer, model)
     device = device_of(model)
-    sizes = {n: fitting_batch(model, device, n, batch_size or max(1, 16384 // n)) for n in documents}
+    sizes = {n: fitting_batch(model, device, n, batch_size or max(1, 16384 // n)) for n in prompts}
     done: list[PasskeyTrial] = []
-    total = sum(map(len, documents.values()))
+    total = sum(map(len, prompts.values()))
     with evaluating(model), tqdm(total=total, desc="passkey", unit="prompt", disable=not progress) as bar:
-        for length, rows in documents.items():
+        for length, rows in prompts.items():
             bar.set_postfix_str(f"{length} tokens")
             scored: list[tuple[str, bool]] = []
             for answers in in_batches(rows, sizes[length], lambda batch: _answers(model, batch, reader)):
@@ -206,13 +206,14 @@ def passkey(
                 bar.update(len(answers))
             for row, (answer, correct) in zip(rows, scored, strict=True):
                 done.append(PasskeyTrial(length, row.depth, row.key, answer, correct))
-    shown = next(iter(documents.values()))[0]
+    shown = next(iter(prompts.values()))[0]
     return PasskeyResult(tuple(done), tuple(depths) if depths else None, seed, shown.text)
 
 
-def _documents(
+def documents(
     builder: PasskeyBuilder, lengths: Sequence[int], trials: int, depths: Sequence[float] | None, seed: int
 ) -> dict[int, list[PasskeyDocument]]:
+    """The prompts of `passkey`, by length; the arguments and what is raised are the same."""
     if not lengths:
         raise PoSEError("lengths is empty; give the prompt lengths in tokens, e.g. lengths=[2048, 4096]")
     if trials < 1:
@@ -222,15 +223,15 @@ def _documents(
             f"depths has {len(depths)} values for trials={trials}; each depth needs a trial: raise trials to "
             f"{max(len(depths), 1)} or give 1 to {trials} depths (None draws them at random)"
         )
-    documents: dict[int, list[PasskeyDocument]] = {}
+    found: dict[int, list[PasskeyDocument]] = {}
     for length in sorted(set(lengths)):
-        documents[length] = rows = []
+        found[length] = rows = []
         for trial in range(trials):
             rng = random.Random(f"{seed}/{length}/{trial}")
             key, drawn, start = random_key(rng), rng.random(), rng.random()
             depth = drawn if depths is None else depths[trial % len(depths)]
             rows.append(builder.document(length, depth, key, start))
-    return documents
+    return found
 
 
 class _Reader:

@@ -26,7 +26,7 @@ from pose_plugin.evaluation.token_loss import TokenLoss
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 @dataclass(frozen=True)
@@ -147,26 +147,12 @@ def perplexity(
     Raises:
         PoSEError: no text as long as the largest length, bad stride or length, no begin-of-text token to use.
     """
-    tokenizer = plain_tokenizer(tokenizer)
-    begin = _begin(tokenizer, bos)
     lengths = sorted(set(lengths))
-    least = len(begin) + 2
-    if not lengths or lengths[0] < least:
-        raise PoSEError(f"lengths={lengths} must be window sizes of at least {least} tokens, e.g. [2048]")
     counts = {"stride": stride, "max_windows": max_windows, "max_tokens": max_tokens, "buckets": buckets}
     for name, value in counts.items():
         if value is not None and value < 1:
             raise PoSEError(f"{name}={value} must be at least 1")
-    texts = [texts] if isinstance(texts, str) else texts
-    documents = [_token_ids(tokenizer, text)[:max_tokens] for text in texts]
-    used = [ids for ids in documents if len(ids) + len(begin) >= lengths[-1]]
-    if not used:
-        longest = max(map(len, documents), default=0)
-        raise PoSEError(
-            f"length={lengths[-1]} is more than the longest of {len(documents)} texts has ({longest} tokens"
-            + (f", max_tokens={max_tokens}" if max_tokens else "")
-            + "); give longer texts or shorter lengths"
-        )
+    used, begin, left_out = tokenised(tokenizer, texts, lengths, max_tokens, bos)
     device = device_of(model)
     strides = {n: min(stride or n // 2, n - 1) for n in lengths}
     windows = {n: _pick(_windows(used, begin, n, strides[n]), max_windows) for n in lengths}
@@ -186,8 +172,37 @@ def perplexity(
                 tally.add(batch, losses)
                 bar.update(len(batch))
             results[n] = tally.result(strides[n], len(windows[n]))
-    left_out = len(documents) - len(used)
     return PerplexityResult(results, bool(begin), len(used), left_out, max_windows, max_tokens)
+
+
+def tokenised(
+    tokenizer: Any,
+    texts: str | Sequence[str | Sequence[int]],
+    lengths: Sequence[int],
+    max_tokens: int | None = None,
+    bos: bool | None = None,
+) -> tuple[list[list[int]], list[int], int]:
+    """What `perplexity` measures on; the arguments and what is raised are the same.
+
+    Returns:
+        token ids of each text that fills the largest window, ids before every window, texts left out.
+    """
+    tokenizer = plain_tokenizer(tokenizer)
+    begin = _begin(tokenizer, bos)
+    least = len(begin) + 2
+    if not lengths or min(lengths) < least:
+        raise PoSEError(f"lengths={lengths} must be window sizes of at least {least} tokens, e.g. [2048]")
+    texts = [texts] if isinstance(texts, str) else texts
+    documents = [_token_ids(tokenizer, text)[:max_tokens] for text in texts]
+    used = [ids for ids in documents if len(ids) + len(begin) >= max(lengths)]
+    if not used:
+        longest = max(map(len, documents), default=0)
+        raise PoSEError(
+            f"length={max(lengths)} is more than the longest of {len(documents)} texts has ({longest} tokens"
+            + (f", max_tokens={max_tokens}" if max_tokens else "")
+            + "); give longer texts or shorter lengths"
+        )
+    return used, begin, len(documents) - len(used)
 
 
 class _Tally:

@@ -56,19 +56,20 @@ class Report:
         tables = {}
         lengths = sorted({n for m in self.models if m.passkey for n in m.passkey.lengths})
         if lengths:
-            header = ["model", *map(str, lengths), "k_max"]
-            tables["Passkey accuracy ± standard error"] = header, [
+            rows = [
                 [m.name, *(_share(m.passkey, n) for n in lengths), str(m.passkey.k_max())]
                 for m in self.models
                 if m.passkey
             ]
+            tables["Passkey accuracy ± standard error"] = (["model", *map(str, lengths), "k_max"], rows)
         lengths = sorted({n for m in self.models if m.perplexity for n in m.perplexity.by_length})
         if lengths:
-            tables["Sliding-window perplexity"] = ["model", *map(str, lengths)], [
+            rows = [
                 [m.name, *(_perplexity(m.perplexity, n) for n in lengths)]
                 for m in self.models
                 if m.perplexity
             ]
+            tables["Sliding-window perplexity"] = (["model", *map(str, lengths)], rows)
         return tables
 
     def definitions(self) -> list[str]:

@@ -92,15 +92,14 @@ def tokenizer(tokenizers_by_name):
 
 def tiny_llama(vocab: int = 400, seed: int = 0, **changes) -> LlamaForCausalLM:
     """Two layers of width 32, random weights, the caller's random state untouched."""
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, **changes,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+    config = LlamaConfig(vocab_size=vocab, **{**sizes, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_llama():
     return tiny_llama

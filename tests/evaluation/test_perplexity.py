@@ -120,8 +120,9 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
         from transformers import Gemma2Config, Gemma2ForCausalLM
 
         model = Gemma2ForCausalLM(
-            Gemma2Config(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-                         num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=0.5)
+            Gemma2Config(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                         head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+                         final_logit_softcapping=0.5)
         ).eval()  # fmt: skip
     elif how == "scaled":
         from transformers import GraniteConfig, GraniteForCausalLM

@@ -25,9 +25,11 @@ def passkey_result(correct: dict[int, int]):
 
 def perplexity_result(values: dict[int, float]):
     rows = {
-        n: WindowPerplexity(n, n // 2, 3, 100, math.log(v), (Bucket(0, n // 2, 2.0, 40), Bucket(n // 2, n, 1.0, 60)))
+        n: WindowPerplexity(
+            n, n // 2, 3, 100, math.log(v), (Bucket(0, n // 2, 2.0, 40), Bucket(n // 2, n, 1.0, 60))
+        )
         for n, v in values.items()
-    }  # fmt: skip
+    }
     return PerplexityResult(rows, False, 2, 1)
 
 
@@ -37,7 +39,8 @@ def report():
         [
             ModelResult("base", passkey_result({128: 10, 256: 1}), perplexity_result({128: 17, 256: 2500}),
                         notes=["256 is beyond max_position_embeddings=128"], facts={"path": "base"}),
-            ModelResult("PoSE | linear", passkey_result({128: 10, 256: 8}), perplexity_result({128: 18, 256: 20.125})),
+            ModelResult("PoSE | linear", passkey_result({128: 10, 256: 8}),
+                        perplexity_result({128: 18, 256: 20.125})),
         ],
         train_length=128,
         target_length=256,
@@ -92,8 +95,8 @@ def test_files(report, tmp_path):
     assert data["models"][0]["path"] == "base"
     assert data["models"][0]["perplexity"]["by_length"]["256"]["perplexity"] == pytest.approx(2500)
     rows = list(csv.DictReader((folder / "passkey.csv").open(encoding="utf-8")))
-    assert rows[3] == {"model": "PoSE | linear", "length": "256", "accuracy": "0.8", "trials": "10", "correct": "8",
-                       "standard_error": str(math.sqrt(0.8 * 0.2 / 10))}  # fmt: skip
+    assert rows[3] == {"model": "PoSE | linear", "length": "256", "accuracy": "0.8", "trials": "10",
+                       "correct": "8", "standard_error": str(math.sqrt(0.8 * (1 - 0.8) / 10))}  # fmt: skip
     rows = list(csv.DictReader((folder / "passkey_depth.csv").open(encoding="utf-8")))
     assert rows[2] == {"model": "base", "length": "256", "depth": "0.0", "accuracy": "0.2", "correct": "1",
                        "trials": "5"}  # fmt: skip
@@ -133,8 +136,10 @@ def test_numbers_are_written_where_matplotlib_is_missing(report, tmp_path, monke
 def test_importing_the_report_does_not_import_matplotlib():
     import subprocess
 
-    code = "import sys, pose_plugin.evaluation.report, pose_plugin.evaluation.figures; print('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    code = "import sys; from pose_plugin.evaluation import report, figures\n"
+    code += "print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(("length", "name"), [(128, "128"), (1024, "1k"), (32768, "32k"), (5000, "5000")])

@@ -1,0 +1,106 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.callback import EvaluationCallback
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 30
+
+
+class Listener(TrainerCallback):
+    """Stands for a logger: it comes before the callback under test, as the trainer's own loggers do."""
+
+    def __init__(self):
+        self.heard, self.closed = [], False
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        assert not self.closed
+        self.heard.append((state.global_step, dict(logs)))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.closed = True
+
+
+def train(model, tokenizer, folder, callbacks, **changes):
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 400, (16, 12)).tolist()]
+    settings = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    args = TrainingArguments(
+        str(folder), report_to=[], use_cpu=True, disable_tqdm=True, seed=5, **{**settings, **changes}
+    )
+    trainer = Trainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+def test_metrics_reach_the_history_and_every_logger(make_llama, tokenizer, tmp_path):
+    listener = Listener()
+    callback = EvaluationCallback(
+        passkey_lengths=[200, 256], perplexity_lengths=[64], texts=[TEXT], every=2, at_start=True,
+        passkey_options={"trials": 2},
+    )  # fmt: skip
+    trainer = train(make_llama(), tokenizer, tmp_path, [listener, callback])
+    names = {"passkey/200", "passkey/256", "passkey/k_max", "perplexity/64"}
+    history = [row for row in trainer.state.log_history if "perplexity/64" in row]
+    assert [row["step"] for row in history] == [0, 2, 4]
+    assert all(names <= row.keys() for row in history)
+    assert [step for step, logs in listener.heard if names <= logs.keys()] == [0, 2, 4]
+    # The training loss of the same steps is still logged.
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [2, 4]
+    assert [step for step, logs in listener.heard if "loss" in logs] == [2, 4]
+    assert [step for step, _, _ in callback.results] == [0, 2, 4]
+    assert history[-1]["perplexity/64"] == callback.results[-1][2].by_length[64].perplexity
+    assert history[0]["perplexity/64"] != history[-1]["perplexity/64"]
+
+
+def test_at_the_end_only_and_once(make_llama, tokenizer, tmp_path):
+    callback = EvaluationCallback(passkey_lengths=[200], passkey_options={"trials": 1})
+    trainer = train(make_llama(), tokenizer, tmp_path, [Listener(), callback])
+    assert [row["step"] for row in trainer.state.log_history if "passkey/200" in row] == [4]
+
+
+def test_a_run_that_is_stopped_early_is_measured_at_its_end(make_llama, tokenizer, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    callback = EvaluationCallback(passkey_lengths=[200], passkey_options={"trials": 1})
+    trainer = train(make_llama(), tokenizer, tmp_path, [Stop(), callback])
+    assert [row["step"] for row in trainer.state.log_history if "passkey/200" in row] == [3]
+
+
+def test_training_is_the_same_with_and_without(make_llama, tokenizer, tmp_path):
+    """Dropout draws from torch's generator every step, so a number drawn in between would show."""
+    weights, states = [], []
+    for callbacks in ([], [EvaluationCallback(passkey_lengths=[200], every=1, at_start=True)]):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        model = make_llama(attention_dropout=0.3)
+        train(model, tokenizer, tmp_path, callbacks)
+        assert model.training
+        weights.append(model.state_dict())
+        states.append((torch.get_rng_state(), random.getstate(), np.random.get_state()[1]))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert states[0][0].equal(states[1][0]) and states[0][1] == states[1][1]
+    assert (states[0][2] == states[1][2]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "measures nothing"),
+        ({"perplexity_lengths": [64]}, r"perplexity_lengths=\[64\] needs texts"),
+        ({"passkey_lengths": [200], "every": 0}, "every=0"),
+        ({"passkey_lengths": [200], "at_end": False}, "never measures"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(PoSEError, match=message):
+        EvaluationCallback(**arguments)
+
+
+def test_without_a_tokenizer_it_says_so(make_llama, tmp_path):
+    with pytest.raises(PoSEError, match="no tokenizer"):
+        train(make_llama(), None, tmp_path, [EvaluationCallback(passkey_lengths=[200], at_start=True)])
