@@ -1,4 +1,4 @@
-"""Makes the base model of the quick start: a 512-entry tokenizer and a tiny Llama with a window of 128 tokens.
+"""Makes the base model of the quick start: a 512-entry tokenizer and a tiny Llama with window 128.
 
     OMP_NUM_THREADS=1 python example_configs/quickstart/make_base.py            # a few minutes of one core
     OMP_NUM_THREADS=1 python example_configs/quickstart/make_base.py --out /tmp/base --seed 1
@@ -103,7 +103,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
             max_position_embeddings=WINDOW,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
-            # With the usual 0.02 the loss on the answers was still 0.5 after 2400 steps; with this, 0.1 after 600.
+            # With the usual 0.02 the answers' loss was still 0.5 after 2400 steps; with this, 0.1 after 600.
             initializer_range=0.06,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

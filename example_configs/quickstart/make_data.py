@@ -6,10 +6,10 @@
 Files, none of which needs a hub or a network:
 
 - train.jsonl: rows of `input_ids`, `attention_mask` and `labels`, the form Axolotl takes as it is (a dataset
-  with `path: .../train.jsonl`, `ds_type: json` and an empty `type:`), and TRL too. Half of the rows are passkey
-  documents of 75 to 128 tokens, half are pieces of 2048 tokens of Python's library. In training,
-  `content: skip` takes a new window of 128 tokens out of each long piece in every epoch, so no step ever sees
-  more than 128 tokens.
+  with `path: .../train.jsonl`, `ds_type: json` and an empty `type:`), and TRL too. Half of the rows are
+  passkey documents of 75 to 128 tokens, half are pieces of 2048 tokens of Python's library. In training,
+  `content: skip` takes a new window of 128 tokens out of each long piece in every epoch, so no step ever
+  sees more than 128 tokens.
 - judge.jsonl: pieces of 2048 tokens of other files, in the same form, for loss and perplexity.
 - judge.txt: those files as they are.
 
