@@ -90,7 +90,7 @@ def passkey_by_length(report: Report, path: Path) -> Path:
         axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
         axes.set_ylabel("passkeys found")
         axes.set_xlabel("prompt length (tokens)")
-        _legend(axes, len(measured))
+        _legend(axes, [name for _, name, _ in measured])
     return path
 
 
@@ -108,15 +108,15 @@ def perplexity_by_length(report: Report, path: Path) -> Path:
         axes.set_yscale("log")
         low, high = (min(values), max(values)) if values else (1.0, 10.0)
         axes.set_ylim(low / 1.25, high * 1.25)
-        # Over less than two decades the powers of ten alone would leave one label or none.
-        subs = (1, 2, 3, 5) if high / low < 100 else (1,)
+        # Over few decades the powers of ten alone would leave one label or none.
+        subs: Any = range(1, 10) if high / low < 4 else (1, 2, 3, 5) if high / low < 100 else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         _length_axis(axes, sorted({n for _, _, r in measured for n in r.by_length}), report)
         axes.set_ylabel("perplexity (log scale)")
         axes.set_xlabel("window size (tokens)")
-        _legend(axes, len(measured))
+        _legend(axes, [name for _, name, _ in measured])
     return path
 
 
@@ -125,7 +125,8 @@ def passkey_by_depth(report: Report, path: Path) -> Path:
     measured = [(m.name, m.passkey) for m in report.models if m.passkey]
     lengths = sorted({n for _, result in measured for n in result.lengths})
     depths = sorted({depth for _, result in measured for _, depth in result.by_depth})
-    columns = 2 if len(measured) == 4 and len(lengths) > 6 else min(len(measured), 4)
+    # In rows of three or four, whichever leaves fewer gaps.
+    columns = len(measured) if len(measured) <= 4 else min((3, 4), key=lambda n: -len(measured) % n)
     rows = math.ceil(len(measured) / columns)
     width, height = max(1.2, 0.36 * len(lengths)), max(1.0, 0.2 * len(depths))
     size = ((width + 0.25) * columns + 1.3, (height + 0.55) * rows + 0.35)
@@ -223,10 +224,13 @@ def _mark_columns(axes: Any, lengths: list[int], report: Report) -> None:
             )  # fmt: skip
 
 
-def _legend(axes: Any, entries: int) -> None:
+def _legend(axes: Any, names: list[str]) -> None:
+    """Below the axes, in as many columns as the figure is wide: a wider legend would squeeze the axes."""
+    columns = max(1, min(len(names), 64 // (max(map(len, names)) + 7)))
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(entries, 4), frameon=False, handlelength=1.8
-    )
+        loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns, frameon=False, handlelength=1.8,
+        columnspacing=1.4,
+    )  # fmt: skip
 
 
 def _value(accuracy: Any) -> float:
