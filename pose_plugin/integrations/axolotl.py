@@ -7,7 +7,6 @@ do nothing without a `pose:` block.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.trainer import bind
+from pose_plugin.log import log, show_log
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.serving import complete_folder
-
-log = logging.getLogger("axolotl.pose_plugin")
 
 _BARE, _DOTTED = "pose_plugin", "pose_plugin.PosePlugin"
 _BUILT_IN = ("use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks")
@@ -55,6 +53,7 @@ class PosePlugin(BasePlugin):
         Raises:
             PoSEError: naming the key, its value and the way out.
         """
+        show_log()
         listed = [name for name in map(str, cfg.get("plugins") or []) if name.startswith(_BARE)]
         if cfg.get("pose") is None:
             if listed and self._is_live():
@@ -71,8 +70,10 @@ class PosePlugin(BasePlugin):
         _refuse_other_keys(cfg, settings)
         base = _base_config(cfg)
         plan = plan_rope(base, settings.target_length, settings.rope)
+        log.info("rope before: %s", plan.before)
+        log.info("rope after:  %s", plan.after)
         for note in plan.notes:
-            log.info("PoSE, rope: %s", note)
+            log.info("rope: %s", note)
         ours = rope_overrides(base, settings.target_length, settings.rope)
         cfg["overrides_of_model_config"] = merge_overrides(dict(cfg.get("overrides_of_model_config") or {}), ours)
         if cfg.get("adapter") and not _has_entry_points():
@@ -194,7 +195,7 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
             "sequence_len"
         )
     if cfg.get("eval_sample_packing") is False or cfg.get("test_datasets") or cfg.get("val_set_size"):
-        log.info("PoSE: evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)
+        log.info("evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)
 
 
 def _base_config(cfg: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -11,12 +10,11 @@ from transformers import Trainer, TrainerCallback
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import PoSEError
+from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage
 from pose_plugin.rope import verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.serving import complete_folder
-
-log = logging.getLogger("pose_plugin")
 
 
 def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
@@ -30,6 +28,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         collator: the one that draws the training positions.
         pack: how rows are packed, see `self_test`.
     """
+    show_log()
     trainer.add_callback(PoSECallback(trainer, collator, pack))
     for name in ("get_eval_dataloader", "get_test_dataloader"):
         _with_plain_positions(trainer, name, collator)
@@ -81,17 +80,17 @@ class PoSECallback(TrainerCallback):
         trained = self.collator.trained()
         if trained["documents"]:
             log.info(
-                "PoSE: this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d tokens, "
+                "this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d tokens, "
                 "farthest position %(farthest)d",
                 trained,
             )
 
     def _describe(self) -> None:
         settings = self.collator.settings
-        log.info("PoSE: %s", settings.model_dump(exclude_defaults=True))
+        log.info("settings: %s", settings.model_dump(exclude_defaults=True))
         if settings.train_length is not None and settings.sampler != "none":
             chances = coverage(settings, draws=500)
-            log.info("PoSE: chance that one row of %d trains a distance\n%s", settings.train_length, chances.table())
+            log.info("chance that one row of %d trains a distance\n%s", settings.train_length, chances.table())
 
     def _self_test(self, args: Any) -> None:
         rows = 2 if args.per_device_train_batch_size > 1 else 1
@@ -100,7 +99,8 @@ class PoSECallback(TrainerCallback):
         except PoSEError:
             self.boundaries.undo()
             raise
-        log.info("PoSE: self-test passed, %s", report)
+        if self.trainer.is_world_process_zero():
+            log.info("self-test passed: %s", report)
 
 
 def require_window(config: Any, target_length: int) -> None:
