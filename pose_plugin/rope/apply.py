@@ -128,8 +128,7 @@ def _refuse_contradiction(path: str, ours: Any, theirs: Any) -> None:
     elif ours != theirs:
         raise PoSEError(
             f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove "
-            "it, "
-            "or say it through pose.rope (with pose.rope: none the model keeps its frequencies)"
+            "it, or say it through pose.rope (with pose.rope: none the model keeps its frequencies)"
         )
 
 

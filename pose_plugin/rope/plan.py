@@ -153,9 +153,8 @@ def _refuse(source: RopeSource, settings: RopeSettings, target: int) -> None:
     if settings.type == "dynamic" or (settings.type == "none" and source.current["rope_type"] == "dynamic"):
         raise PoSEError(
             "dynamic NTK is for inference only: its base follows the largest position of each batch, and "
-            "PoSE draws "
-            "those anew for every batch, so the model would never see the same frequencies twice. "
-            "Use rope: ntk for the same stretch at a fixed base, or rope: yarn"
+            "PoSE draws those anew for every batch, so the model would never see the same frequencies "
+            "twice. Use rope: ntk for the same stretch at a fixed base, or rope: yarn"
         )
     if settings.type == "none":
         return
@@ -167,9 +166,9 @@ def _refuse(source: RopeSource, settings: RopeSettings, target: int) -> None:
     if target <= source.original_length:
         raise PoSEError(
             f"target_length={target} does not exceed the model's original window of "
-            f"{source.original_length}, so "
-            f"there is nothing for rope.type={settings.type} to stretch. Raise target_length, or keep the "
-            "frequencies with rope: none; if the original window is wrong, set rope.original_length"
+            f"{source.original_length}, so there is nothing for rope.type={settings.type} to stretch. Raise "
+            "target_length, or keep the frequencies with rope: none; if the original window is wrong, set "
+            "rope.original_length"
         )
 
 
@@ -179,10 +178,8 @@ def _unstretched(source: RopeSource, target: int) -> list[str]:
         return []
     return [
         f"rope.type=none keeps the frequencies: positions from {known} to {target - 1} turn the slow "
-        "dimensions by "
-        "angles the model has never seen, and training alone has to teach them. Use rope: yarn unless that "
-        "is what "
-        "you want to study"
+        "dimensions by angles the model has never seen, and training alone has to teach them. Use rope: "
+        "yarn unless that is what you want to study"
     ]
 
 
@@ -201,21 +198,18 @@ def _replaced(source: RopeSource, target: int) -> list[str]:
     if old["rope_type"] not in ("default", "proportional"):
         notes.append(
             f"replaces the model's own scaling ({describe(old, maximum)}); computed from its original window "
-            "of "
-            f"{source.original_length}, so nothing is scaled twice"
+            f"of {source.original_length}, so nothing is scaled twice"
         )
     elif source.record and source.original_length != maximum:
         notes.append(
             f"the model was extended before ({source.record.get('rope')}, from {source.original_length} to "
             f"{maximum}); computed from its original window and base {source.original_theta:g}, so nothing "
-            "is "
-            "scaled twice"
+            "is scaled twice"
         )
     if target < maximum:
         notes.append(
             f"the model's window was {maximum} and becomes target_length={target}; rope: none would keep its "
-            "own "
-            "frequencies and window"
+            "own frequencies and window"
         )
     return notes
 
@@ -228,18 +222,16 @@ def _window_warnings(source: RopeSource, target: int) -> list[str]:
     if layers == total:
         return [
             f"every layer of this model sees only a sliding window of {window} tokens, so no token attends "
-            "further "
-            f"back than that, whatever the frequencies; target_length={target} will not be reached"
+            f"further back than that, whatever the frequencies; target_length={target} will not be reached"
         ]
     if source.model_type in _ROTARY_WHERE_SLIDING:
         return [
             f"model type {source.model_type!r} rotates only its {layers} sliding layers, whose window is "
-            f"{window} "
-            f"tokens; the {total - layers} layers that see further have no rotary positions to stretch"
+            f"{window} tokens; the {total - layers} layers that see further have no rotary positions to "
+            "stretch"
         ]
     shared = "" if source.layer_type else " They share the rope of the others and are stretched with them"
     return [
         f"{layers} of {total} layers see only a sliding window of {window} tokens; the reach to {target} "
-        "rests on "
-        f"the other {total - layers}.{shared}"
+        f"rests on the other {total - layers}.{shared}"
     ]

@@ -97,8 +97,7 @@ def text_config(config: Any) -> Any:
     except ValueError as error:
         raise PoSEError(
             f"model type {lookup(config, 'model_type')!r} holds several text models ({error}); give the "
-            "config of "
-            "the decoder alone"
+            "config of the decoder alone"
         ) from None
 
 
@@ -139,8 +138,8 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     if nested and not isinstance(parameters.get(FULL), Mapping):
         raise PoSEError(
             f"model type {model_type!r} keeps its rope under {sorted(parameters)}, none of which is "
-            f"{FULL!r}, so it "
-            "is unclear which layers see far. Set rope_parameters by hand and use rope: none"
+            f"{FULL!r}, so it is unclear which layers see far. Set rope_parameters by hand and use rope: "
+            "none"
         )
     layer_type = FULL if nested else None
     current: dict[str, Any] = parameters[FULL] if nested else parameters
@@ -191,8 +190,7 @@ def _complete(parameters: Mapping[str, Any], shared: Mapping[str, float], model_
     if "rope_theta" not in result:
         raise PoSEError(
             f"model type {model_type!r}: its rope dict {dict(parameters)} has no rope_theta and its config "
-            "has "
-            "none either; add the base the model was trained with"
+            "has none either; add the base the model was trained with"
         )
     return result
 
@@ -211,8 +209,7 @@ def _refuse_unrotated(whole: Any, text: Any, model_type: str, parameters: dict[s
         how = "ALiBi biases" if lookup(text, "alibi") else _NOT_ROTARY.get(model_type, "no rotary positions")
         raise PoSEError(
             f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), so "
-            "there "
-            "are no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
+            "there are no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
         )
 
 
@@ -232,8 +229,7 @@ def _default_head_dim(text: Any) -> int:
     if not hidden or not heads:
         raise PoSEError(
             "the config says neither head_dim nor hidden_size and num_attention_heads, so the rotary "
-            "dimension "
-            "is unknown; add head_dim"
+            "dimension is unknown; add head_dim"
         )
     return int(hidden // heads)
 
@@ -263,10 +259,8 @@ def _original_length(
         length = round(maximum / factor)
         return length, (
             f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}: its original "
-            "window "
-            f"is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled maximum; "
-            "if this "
-            f"is one, set rope.original_length: {maximum}",
+            f"window is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled "
+            f"maximum; if this is one, set rope.original_length: {maximum}",
         )
     return maximum, ()
 

@@ -54,8 +54,8 @@ def stretched(request: Stretch) -> dict[str, Any]:
     if abs(request.factor * request.original - request.target) > 0.5:
         request.warnings.append(
             f"rope.factor={request.factor:g} stretches {request.original} to "
-            f"{request.factor * request.original:g}, "
-            f"but target_length is {request.target}; remove rope.factor to get the matching one"
+            f"{request.factor * request.original:g}, but target_length is {request.target}; remove "
+            "rope.factor to get the matching one"
         )
     result: dict[str, Any] = {"rope_type": "default", "rope_theta": request.theta}
     if "partial_rotary_factor" in old:
@@ -65,8 +65,7 @@ def stretched(request: Stretch) -> dict[str, Any]:
         if kind not in ("linear", "ntk", "base", "auto"):
             raise PoSEError(
                 f"model type {source.model_type!r} leaves part of each head at frequency 0 (proportional "
-                "rope); "
-                f"rope.type={kind} cannot be written for it. Use linear, ntk, base or auto"
+                f"rope); rope.type={kind} cannot be written for it. Use linear, ntk, base or auto"
             )
         result["rope_type"] = "proportional"
     if source.latent_attention and old.get("mscale_all_dim") and result["rope_type"] != "yarn":
@@ -97,9 +96,8 @@ def _base(request: Stretch) -> dict[str, Any]:
     elif not theory.can_retrieve(base, request.dim, request.target):
         request.warnings.append(
             f"rope.theta={base:g} lies below the retrieval bound for {request.target} tokens at "
-            f"d={request.dim} "
-            "(arXiv 2405.14591): distant tokens may not be found by content. rope: auto prints bases that "
-            "suffice"
+            f"d={request.dim} (arXiv 2405.14591): distant tokens may not be found by content. rope: auto "
+            "prints bases that suffice"
         )
     return {"rope_theta": base}
 
@@ -116,9 +114,8 @@ def _auto(request: Stretch) -> dict[str, Any]:
         f"(c) NTK floor {theta:g} · {factor:g}^({dim}/{dim - 2}): {floor:.3g}",
         f"(d) the Llama-3 8K→80K recipe (5e5 → 2e8), as a power law in s: {recipe:.3g}",
         f"auto takes ({name}), the larger of (a) and (c): below (a) distant tokens cannot be told apart by "
-        "content, "
-        "below (c) the slowest dimension passes angles it never saw; (b) and (d) are what longer trainings "
-        "used",
+        "content, below (c) the slowest dimension passes angles it never saw; (b) and (d) are what longer "
+        "trainings used",
     ]
     return {"rope_theta": chosen}
 
@@ -184,13 +181,10 @@ def _longrope(request: Stretch) -> dict[str, Any]:
     if long != short:
         request.warnings.append(
             "longrope with two lists: transformers takes long_factor for a whole batch when its largest "
-            "position "
-            f"is {request.original} or more, and short_factor otherwise. A PoSE batch whose positions all "
-            "fall below "
-            f"{request.original} therefore trains the short list, as a short prompt will use it; engines "
-            "that serve "
-            "with a fixed window use the long list throughout. Make both lists equal to have one set of "
-            "frequencies"
+            f"position is {request.original} or more, and short_factor otherwise. A PoSE batch whose "
+            f"positions all fall below {request.original} therefore trains the short list, as a short "
+            "prompt will use it; engines that serve with a fixed window use the long list throughout. Make "
+            "both lists equal to have one set of frequencies"
         )
     return _list(request, attention, long, short)
 
@@ -243,8 +237,7 @@ def _only_longrope(request: Stretch, wanted: dict[str, Any]) -> dict[str, Any]:
         divisors = (kinds.plain_frequencies(wanted["rope_theta"], request.dim) / frequencies).tolist()
         request.notes.append(
             f"model type {source.model_type!r} accepts no rope type but longrope: {wanted['rope_type']} is "
-            "written "
-            "as a longrope list with the same frequencies"
+            "written as a longrope list with the same frequencies"
         )
         kept = {key: wanted[key] for key in ("rope_theta", "partial_rotary_factor") if key in wanted}
         wanted = kept | _list(request, attention, divisors, divisors)

@@ -95,8 +95,7 @@ def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     if not checks:
         raise RopeMismatchError(
             f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be "
-            "verified; "
-            "is it a RoPE model?"
+            "verified; is it a RoPE model?"
         )
     return RopeReport(tuple(checks), int(text.max_position_embeddings))
 
@@ -138,9 +137,8 @@ def _check_config(text: Any, wanted: _Expected) -> None:
     if copied and inner and normalise(copied) != normalise(inner):
         raise RopeMismatchError(
             f"the config holds two different ropes: rope_parameters={dict(inner)}, but the copy for older "
-            "readers says "
-            f"rope_scaling={copied}, and a reload takes the copy. Use extend_context instead of editing "
-            "rope_parameters"
+            f"readers says rope_scaling={copied}, and a reload takes the copy. Use extend_context instead "
+            "of editing rope_parameters"
         )
 
 
@@ -185,8 +183,7 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
     if wanted.rotary_dim not in (None, dim) and live.layer_type in (None, FULL):
         raise RopeMismatchError(
             f"{live.name} has {got.size} frequencies, but the config's rotary dimension is "
-            f"{wanted.rotary_dim}, "
-            f"which needs {wanted.rotary_dim // 2}. {_REBUILD}"
+            f"{wanted.rotary_dim}, which needs {wanted.rotary_dim // 2}. {_REBUILD}"
         )
     rtol = tolerance(parameters)
     candidates = _candidates(parameters, dim, wanted.maximum)
@@ -199,16 +196,14 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
         raise RopeMismatchError(
             f"{live.name}[{first}] is {got[first]:.9g}, but {parameters['rope_type']} with theta "
             f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference "
-            f"{fits[best][first]:.1e}, "
-            f"allowed {rtol:.1e}). {_REBUILD}"
+            f"{fits[best][first]:.1e}, allowed {rtol:.1e}). {_REBUILD}"
         )
     if live.original is not None and parameters["rope_type"] == "longrope":
         start = _difference(_read(live.name, live.original), candidates[0][0]).max()
         if start > rtol:
             raise RopeMismatchError(
                 f"{live.name}: the buffer kept for short batches differs from short_factor's frequencies by "
-                f"{start:.1e} "
-                f"(allowed {rtol:.1e}). {_REBUILD}"
+                f"{start:.1e} (allowed {rtol:.1e}). {_REBUILD}"
             )
     found = 1.0 if live.attention_factor is None else float(live.attention_factor)
     if not math.isclose(found, attention, rel_tol=1e-6):
@@ -241,17 +236,14 @@ def _read(name: str, tensor: Any) -> Frequencies:
     if tensor.is_meta:
         raise RopeMismatchError(
             f"{name} is on the meta device: its values do not exist yet. Verify after the weights are "
-            "loaded; if they "
-            "are, the loader left the buffer out (it is not in the checkpoint and must be made from the "
-            "config)"
+            "loaded; if they are, the loader left the buffer out (it is not in the checkpoint and must be "
+            "made from the config)"
         )
     if str(tensor.dtype) not in ("torch.float32", "torch.float64"):
         raise RopeMismatchError(
             f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 "
-            "from 257. "
-            "Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of casting the "
-            "whole model "
-            "with .to(torch.bfloat16) or .half()"
+            "from 257. Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of "
+            "casting the whole model with .to(torch.bfloat16) or .half()"
         )
     values: Frequencies = tensor.detach().cpu().double().numpy().reshape(-1)
     return values

@@ -15,6 +15,9 @@ from pose_plugin.rope import kinds, theory
 def test_retrieval_strength_equals_the_naive_sum(length):
     naive = np.cos(np.outer(np.arange(length), kinds.plain_frequencies(3e4, 64))).sum(axis=1)
     np.testing.assert_allclose(theory.retrieval_strength(3e4, 64, length), naive, atol=1e-10)
+    start = length // 3
+    part = theory.retrieval_strength(3e4, 64, length, start)
+    np.testing.assert_allclose(part, naive[start:], atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,17 @@ def test_two_ropes_in_one_config_are_caught():
         verify_rope(build(config))
 
 
+@pytest.mark.parametrize("theta", [1e4, 5e5, 2e8])
+@pytest.mark.parametrize("target", [2 * WINDOW, 64 * WINDOW, 1024 * WINDOW])
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "yarn-revised"])
+def test_the_tolerance_admits_float32_and_nothing_else(kind, target, theta):
+    config = LlamaConfig(**{**SMALL, "head_dim": 128}, rope_theta=theta)
+    model = build(extend_context(config, target, kind))
+    verify_rope(model)
+    with pytest.raises(RopeMismatchError):  # the factor is off by a thousandth
+        verify_rope(model, plan_rope(config, target, {"type": kind, "factor": target / WINDOW * 1.001}))
+
+
 # --- number formats and devices ------------------------------------------------------------------------
 
 
