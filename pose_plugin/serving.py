@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings
+from pose_plugin.rope import legacy_copies
 
 RECORD = "pose.json"
 
@@ -14,6 +15,8 @@ RECORD = "pose.json"
 def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> None:
     """Writes beside saved weights what frameworks leave out.
 
+    transformers 5 writes the rope in its own form only; older readers (transformers 4, llama.cpp's converter, older
+    vLLM) would see no extension, so the form they know is put beside it.
     An adapter alone does not carry the frequencies it was trained with: the extended config is put beside it.
     The tokenizer learns the new maximum, and `pose.json` records what was trained.
 
@@ -28,6 +31,7 @@ def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> 
         return
     if adapter:
         config.save_pretrained(path)
+    _for_older_readers(path / "config.json")
     tokenizer = path / "tokenizer_config.json"
     if tokenizer.exists():
         values = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -35,6 +39,14 @@ def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> 
             values["model_max_length"] = settings.target_length
             _write(tokenizer, values)
     _write(path / RECORD, settings.model_dump(mode="json"))
+
+
+def _for_older_readers(file: Path) -> None:
+    values = json.loads(file.read_text(encoding="utf-8"))
+    text = values.get("text_config") if "rope_parameters" not in values else values
+    if isinstance(text, dict) and text.get("rope_parameters"):
+        text.update(legacy_copies(text["rope_parameters"], text["model_type"]))
+        _write(file, values)
 
 
 def _write(path: Path, values: Any) -> None:

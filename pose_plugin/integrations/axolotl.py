@@ -74,8 +74,10 @@ class PosePlugin(BasePlugin):
         log.info("rope after:  %s", plan.after)
         for note in plan.notes:
             log.info("rope: %s", note)
+        for warning in plan.warnings:
+            log.warning("rope: %s", warning)
         ours = rope_overrides(base, settings.target_length, settings.rope)
-        cfg["overrides_of_model_config"] = merge_overrides(dict(cfg.get("overrides_of_model_config") or {}), ours)
+        cfg["overrides_of_model_config"] = merge_overrides(ours, _plain(cfg.get("overrides_of_model_config")))
         if cfg.get("adapter") and not _has_entry_points():
             # The other method copies the base's config.json, without the override; there is no hook to mend it.
             if cfg.get("merge_method") == "memory_efficient":
