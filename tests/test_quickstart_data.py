@@ -1,0 +1,164 @@
+"""The quick start's base model and data: what its scripts promise in their opening lines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pose_plugin.errors import PoSEError
+
+FOLDER = Path(__file__).parent.parent / "example_configs" / "quickstart"
+BASE = FOLDER / "base"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, ModuleType]:
+    """The three files, imported the way `python make_base.py` finds them: from their own folder."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return {name: importlib.import_module(name) for name in ("corpus", "make_base", "make_data")}
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(BASE)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(BASE)
+
+
+@pytest.fixture(scope="module")
+def rows(scripts, tokenizer):
+    return scripts["make_data"].training_rows(tokenizer, seed=0, documents=40)
+
+
+def test_base_is_what_the_docstring_says(model, tokenizer):
+    assert sum(file.stat().st_size for file in BASE.iterdir()) <= 1_000_000
+    assert model.num_parameters() == 156_096
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 128
+    assert model.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
+    assert model.config.pad_token_id == tokenizer.pad_token_id == 1
+    assert len(tokenizer) == model.config.vocab_size == 512
+
+
+@pytest.mark.parametrize("text", ["81501", "key is 00719.", "x=42\n\t7é"])
+def test_digits_are_single_tokens_and_text_survives(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    tokens = [tokenizer.decode([index]) for index in ids]
+    assert [token for token in tokens if any(map(str.isdigit, token))] == [c for c in text if c.isdigit()]
+
+
+def test_base_finds_the_key_in_its_window_and_not_past_it(model, tokenizer):
+    from pose_plugin.evaluation.passkey import passkey
+
+    found = passkey(model, tokenizer, lengths=[128, 1024], trials=20, seed=1, progress=False).by_length
+    assert found[128].correct >= 18
+    assert found[1024].correct <= 2
+
+
+def test_tokenizer_can_be_made_again(scripts):
+    texts = ["def f(x):\n    return x\n" * 20, "The grass grows, and so on. " * 20]
+    make = scripts["make_base"].make_tokenizer
+    assert make(texts, 0).get_vocab() == make(texts, 0).get_vocab()
+    assert make(texts, 0).get_vocab() != make(texts[:1], 0).get_vocab()
+
+
+def test_passkey_rows_fit_the_window_and_end(scripts, rows, tokenizer):
+    for ids in rows[:40]:
+        assert 75 <= len(ids) <= 128
+        assert ids[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(ids[:-1])
+        hidden, answer = (text.split(mark)[1][:5] for mark in ("Remember it. ", "key? The pass key is "))
+        assert hidden == answer and answer.isdigit()
+    assert len({len(ids) for ids in rows[:40]}) > 10
+
+
+def test_text_rows_are_2048_tokens_of_one_training_file(scripts, rows, tokenizer):
+    corpus = scripts["corpus"]
+    texts = corpus.read_texts(corpus.TRAINING_FILES)
+    for ids in rows[40:]:
+        assert len(ids) == 2048
+        # A byte-level piece may begin or end inside a character, hence not the whole of it.
+        assert sum(tokenizer.decode(ids)[4:-4] in text for text in texts) >= 1
+
+
+def test_rows_depend_on_the_seed_alone(scripts, rows, tokenizer):
+    make = scripts["make_data"].training_rows
+    random.seed(7)
+    assert make(tokenizer, seed=0, documents=40) == rows
+    assert all(a != b for a, b in zip(make(tokenizer, seed=1, documents=40), rows, strict=True))
+
+
+def test_judging_texts_and_keys_are_not_in_training(scripts, tokenizer):
+    corpus = scripts["corpus"]
+    assert not set(corpus.TRAINING_FILES) & set(corpus.JUDGING_FILES)
+    training = "\n".join(corpus.read_texts(corpus.TRAINING_FILES))
+    for ids in scripts["make_data"].judging_rows(tokenizer, seed=0):
+        assert len(ids) == 2048
+        text = tokenizer.decode(ids)
+        assert not [at for at in range(0, len(text) - 200, 200) if text[at : at + 200] in training]
+    seen, unseen = (set(corpus.PasskeyMaker(tokenizer, judging=judging).keys) for judging in (False, True))
+    assert not seen & unseen
+    assert len(seen | unseen) == 90_000
+
+
+def test_file_has_the_columns_axolotl_takes_as_they_are(scripts, tmp_path):
+    scripts["make_data"].write_rows(tmp_path / "rows.jsonl", [[5, 6, 7], [8]])
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [
+        {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [5, 6, 7]},
+        {"input_ids": [8], "attention_mask": [1], "labels": [8]},
+    ]
+
+
+def test_text_document_reaches_every_start_of_every_text(scripts):
+    texts = [[0, 1, 2, 3], [10, 11], [20, 21, 22]]
+    rng = random.Random(0)
+    seen = {tuple(scripts["corpus"].text_document(texts, 3, rng)) for _ in range(200)}
+    assert seen == {(0, 1, 2), (1, 2, 3), (20, 21, 22)}
+
+
+def test_faults_are_named(scripts):
+    corpus = scripts["corpus"]
+    with pytest.raises(PoSEError, match=r"length=5 is longer than the longest text of 4 tokens"):
+        corpus.text_document([[0, 1, 2, 3]], 5, random.Random(0))
+    with pytest.raises(PoSEError, match=r"has no no_such_file\.py"):
+        corpus.read_texts(("typing.py", "no_such_file.py"))
+
+
+def test_base_rows(scripts, tokenizer):
+    """16 rows of 128; the answers are marked, the copies repeat."""
+    corpus = scripts["corpus"]
+    texts = [list(range(2, 502)), list(range(2, 302))]
+    make = scripts["make_base"].Rows
+    ids, answers = make(tokenizer, texts, seed=3).batch()
+    assert ids.shape == answers.shape == (16, 128)
+    for row in range(8):
+        marked = tokenizer.decode(ids[row][answers[row]])
+        assert marked.endswith("<|endoftext|>")
+        assert int(marked.removesuffix("<|endoftext|>")) in map(
+            int, corpus.PasskeyMaker(tokenizer, False).keys
+        )
+    assert not answers[8:].any()
+    for row in range(14, 16):
+        assert any((ids[row, period:] == ids[row, :-period]).all() for period in range(8, 65))
+    again = make(tokenizer, texts, seed=3).batch()[0]
+    assert (again == ids).all()
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 0.02), (49, 1.0), (999, 1.0), (1000, 1.0), (1750, 0.525), (2500, 0.05)]
+)
+def test_rate_warms_up_stays_and_falls(scripts, step, rate):
+    assert scripts["make_base"].Recipe().rate(step) == pytest.approx(rate)
