@@ -19,7 +19,16 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
+def coverage(parser: argparse.ArgumentParser) -> Run:
+    """show which distances a setting trains, and in how many rows, before anything is trained"""
+    from pose_plugin.positions import command
+
+    command.add_arguments(parser)
+    return command.run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "coverage": coverage,
     "evaluate": evaluate,
 }
 
