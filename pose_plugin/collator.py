@@ -119,7 +119,7 @@ class PositionCollator:
     def _draw(self, documents: Sequence[np.ndarray]) -> list[Window]:
         if not self.training:
             return [plain_window(len(tokens)) for tokens in documents]
-        windows = draw_windows(documents, self.settings, self.epoch)
+        windows = [_from_zero(window) for window in draw_windows(documents, self.settings, self.epoch)]
         self._count(windows)
         return windows
 
@@ -149,6 +149,9 @@ class PositionCollator:
         positions = torch.empty(input_ids.shape, dtype=torch.int64)
         mask = torch.zeros(input_ids.shape, dtype=torch.int64)
         labels = batch.get("labels")
+        if self.settings.mask_seam and labels is not None:
+            # A collator may return the tokens themselves as labels, or a view of the data set's memory.
+            labels = batch["labels"] = labels.clone()
         for row, windows in enumerate(rows):
             size = sum(len(window.position_ids) for window in windows)
             begin = self._first_token(batch, row, size, packed)
@@ -188,6 +191,14 @@ class PositionCollator:
                 "tokens. Shorten the samples before it, or set train_length"
             )
         return length - size if self.padding_side == "left" and not packed else 0
+
+
+def _from_zero(window: Window) -> Window:
+    """randpos starts anywhere: packed behind another document, such a start may lie above that document's end and
+    would be read as a jump inside it. Distances, all that rotary positions tell, stay what they were drawn.
+    """
+    first = int(window.position_ids[0])
+    return Window(window.content, window.position_ids - first, window.seams) if first else window
 
 
 def _as_packs(features: Sequence[Any]) -> tuple[list[list[Feature]], bool]:
