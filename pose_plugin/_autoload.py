@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,26 +45,37 @@ class _Finder:
 
     def __init__(self, waiting: dict[str, Callable[[ModuleType], None]]) -> None:
         self.waiting = waiting
+        self._looking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.waiting:
+        if name not in self.waiting or getattr(self._looking, "now", False):
             return None
-        patch = self.waiting.pop(name)
+        # The other finders are asked through the same list, so this one must not answer a second time.
+        self._looking.now = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking.now = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+    def imported(self, module: ModuleType) -> None:
+        """Patches the module. Only now: a spec may be asked for without being imported."""
+        patch = self.waiting.pop(module.__name__, None)
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, patch)
-        return spec
+        if patch is not None:
+            patch(module)
 
 
 class _Loader:
     """The module's own loader, and the patch after it."""
 
-    def __init__(self, loader: Any, patch: Callable[[ModuleType], None]) -> None:
-        self._loader, self._patch = loader, patch
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -77,7 +89,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         try:
-            self._patch(module)
+            self._finder.imported(module)
         except Exception:
             return
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import importlib
 import json
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tests.conftest import make_llama, make_tokenizer
 
@@ -68,11 +75,34 @@ LORA = {
 }
 
 
+# Modules that a run imports on its way, imported once here so that forked runs find them.
+_ON_THE_WAY = (
+    "axolotl.cli.config",
+    "axolotl.common.datasets",
+    "axolotl.core.builders",
+    "axolotl.loaders",
+    "axolotl.monkeypatch.multipack",
+    "axolotl.train",
+    "bitsandbytes",
+    "trl.trainer.reward_trainer",
+    "wandb",
+)
+
+
+def import_axolotl() -> None:
+    """Imports Axolotl and freezes the collector: Axolotl calls gc.collect() some fifteen times a run, and walking over
+    all imported modules each time took two thirds of a tiny run."""
+    for name in _ON_THE_WAY:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
 def _in_this_process() -> None:
     """datasets starts new interpreters for `num_proc`, which import all of Axolotl again: a minute for 24 rows."""
     from datasets import Dataset
 
-    for name in ("map", "filter"):
+    for name in ("map", "filter", "save_to_disk"):
         original = getattr(Dataset, name)
 
         def alone(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
@@ -82,17 +112,143 @@ def _in_this_process() -> None:
         setattr(Dataset, name, alone)
 
 
-def train(values: dict[str, Any], prepare: Any = None) -> Any:
-    """`axolotl train` as the command runs it, in this process. Returns (model, trainer)."""
-    from axolotl.cli.config import load_cfg
-    from axolotl.common.datasets import load_datasets
-    from axolotl.train import train as axolotl_train
+def load_cfg(values: dict[str, Any]) -> Any:
+    """The config as `axolotl train` reads it: plugins registered, validated, normalised."""
+    from axolotl.cli.config import load_cfg as axolotl_load_cfg
     from axolotl.utils.dict import DictDefault
 
+    return axolotl_load_cfg(DictDefault(copy.deepcopy(values)))
+
+
+def train(values: dict[str, Any], on_setup: Callable[[Any, Any], None] | None = None) -> tuple[Any, Any]:
+    """`axolotl train` as the command runs it, in this process. Returns (model, trainer).
+
+    Args:
+        values: the YAML.
+        on_setup: called with (model, trainer) before the first step.
+    """
+    import axolotl.train as module
+    from axolotl.common.datasets import load_datasets
+
     _in_this_process()
-    cfg = load_cfg(DictDefault(values))
-    if prepare is not None:
-        prepare(cfg)
+    cfg = load_cfg(values)
     meta = load_datasets(cfg=cfg)
-    model, _, trainer = axolotl_train(cfg=cfg, dataset_meta=meta)
+    setup = module.setup_model_and_trainer
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        trainer, model, *rest = setup(*args, **kwargs)
+        if on_setup is not None:
+            on_setup(model, trainer)
+        return (trainer, model, *rest)
+
+    module.setup_model_and_trainer = watched
+    model, _, trainer = module.train(cfg=cfg, dataset_meta=meta)
     return model, trainer
+
+
+@dataclass
+class Batch:
+    """What one forward of the model received.
+
+    Attributes:
+        kind: "train", "eval", or "probe" (the start-up self-test).
+        tokens, positions, mask: arrays of shape (batch, length); mask is None where the model got none.
+    """
+
+    kind: str
+    tokens: np.ndarray
+    positions: np.ndarray | None
+    mask: np.ndarray | None
+
+    def documents(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(tokens, positions) of every document: one a row with a mask, else cut where positions restart."""
+        assert self.positions is not None
+        found = []
+        for row, (tokens, positions) in enumerate(zip(self.tokens, self.positions, strict=True)):
+            if self.mask is not None:
+                used = self.mask[row] != 0
+                found.append((tuple(tokens[used].tolist()), tuple(positions[used].tolist())))
+                continue
+            cuts = np.flatnonzero(np.diff(positions) < 1) + 1
+            for piece in np.split(np.arange(len(tokens)), cuts):
+                # Padding: w0 is in no text.
+                if tokens[piece].any():
+                    found.append((tuple(tokens[piece].tolist()), tuple(positions[piece].tolist())))
+        return found
+
+
+@dataclass
+class Run:
+    """What a training run did, in a form that passes between processes."""
+
+    losses: list[float]
+    eval_losses: list[float]
+    batches: list[Batch]
+    moved: list[str]
+    linears: set[str]
+    inverse_frequencies: np.ndarray
+    attention: str
+    callbacks: list[str]
+    logits: np.ndarray | None
+
+    def of(self, kind: str) -> list[Batch]:
+        return [batch for batch in self.batches if batch.kind == kind]
+
+    def documents(self, kind: str = "train") -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [document for batch in self.of(kind) for document in batch.documents()]
+
+
+PROBE_TOKENS = [[9, 17, 25, 33, 41, 49, 57, 65]]
+PROBE_POSITIONS = [[0, 1, 2, 60, 200, 201, 400, 511]]
+
+
+def probe_logits(model: Any) -> np.ndarray:
+    """Logits of a fixed input whose positions reach past the base's window of 64."""
+    import torch
+
+    model.eval()
+    ids = torch.tensor(PROBE_TOKENS)
+    with torch.no_grad():
+        out = model(
+            input_ids=ids,
+            position_ids=torch.tensor(PROBE_POSITIONS),
+            attention_mask=torch.ones_like(ids),
+            use_cache=False,
+        )
+    return out.logits.float().numpy()
+
+
+def run(values: dict[str, Any], check: Callable[[Any], Any] | None = None) -> Run:
+    """Trains, and records every batch the model received."""
+    import torch
+
+    batches: list[Batch] = []
+    before: dict[str, torch.Tensor] = {}
+
+    def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        kind = "train" if torch.is_grad_enabled() else "probe" if module.training else "eval"
+        arrays = [kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
+        batches.append(Batch(kind, *(None if a is None else a.cpu().numpy().copy() for a in arrays)))
+
+    def on_setup(model: Any, trainer: Any) -> None:
+        model.register_forward_pre_hook(record, with_kwargs=True)
+        before.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+
+    model, trainer = train(values, on_setup)
+    if check is not None:
+        check(model)
+    buffers = {name: b for name, b in model.named_buffers() if name.endswith("inv_freq") and "original" not in name}
+    history = trainer.state.log_history
+    quantised = values.get("load_in_4bit") or values.get("load_in_8bit")
+    recorded = list(batches)
+    return Run(
+        losses=[entry["loss"] for entry in history if "loss" in entry],
+        eval_losses=[entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        batches=recorded,
+        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p.detach(), before[n])],
+        linears={type(module).__name__ for module in model.modules()},
+        inverse_frequencies=next(iter(buffers.values())).double().numpy(),
+        attention=model.config._attn_implementation,
+        callbacks=[type(callback).__name__ for callback in trainer.callback_handler.callbacks],
+        logits=None if quantised else probe_logits(model),
+    )

@@ -1,0 +1,260 @@
+"""The import hook behind the bare name `plugins: [pose_plugin]`: it works once, leaves, and never breaks torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# Axolotl before 0.21, as far as the hook is concerned.
+OLD_BASE = """
+def load_plugin(plugin_name):
+    module_name, class_name = plugin_name.rsplit(".", 1)
+    return module_name, class_name
+"""
+OLD_CONFIG = """
+def validate_config(cfg, capabilities=None):
+    return cfg
+"""
+WAITING = "[f for f in sys.meta_path if type(f).__module__ == 'pose_plugin._autoload']"
+
+
+def fake_axolotl(folder: Path, base: str = OLD_BASE, config: str = OLD_CONFIG) -> Path:
+    for name, text in {
+        "axolotl/__init__.py": "",
+        "axolotl/integrations/__init__.py": "",
+        "axolotl/integrations/base.py": base,
+        "axolotl/utils/__init__.py": "",
+        "axolotl/utils/config/__init__.py": config,
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-c", "import sys\n" + code],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+
+
+def good(code: str, folder: Path, **environment: str) -> str:
+    done = python(code, folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="torch.backends", name="pose_plugin"):
+        pytest.skip("pose_plugin is not installed (pip install -e .), so torch does not find its entry point")
+
+
+def test_bare_name_is_loaded_and_the_hook_is_gone(tmp_path, installed):
+    out = good(
+        f"""
+import torch
+print(len({WAITING}))
+from axolotl.integrations.base import load_plugin
+print(len({WAITING}))
+from axolotl.utils.config import validate_config
+print(len({WAITING}))
+print(load_plugin("pose_plugin"), load_plugin("some.other.Plugin"))
+import axolotl.integrations.base as base
+print(type(base.__loader__).__name__, type(base.__spec__.loader).__name__, load_plugin.__name__)
+""",
+        fake_axolotl(tmp_path),
+    )
+    assert out.splitlines() == [
+        "1",
+        "1",
+        "0",
+        "('pose_plugin', 'PosePlugin') ('some.other', 'Plugin')",
+        "SourceFileLoader SourceFileLoader load_plugin",
+    ]
+
+
+def test_looking_for_the_module_is_not_importing_it(tmp_path):
+    """Whoever asks importlib whether Axolotl is there must not use up the hook."""
+    out = good(
+        """
+import importlib.util
+from pose_plugin._autoload import install
+install()
+importlib.util.find_spec("axolotl.integrations.base")
+from axolotl.integrations.base import load_plugin
+print(load_plugin("pose_plugin"))
+""",
+        fake_axolotl(tmp_path),
+    )
+    assert out == "('pose_plugin', 'PosePlugin')"
+
+
+def test_modules_that_are_imported_already(tmp_path):
+    out = good(
+        f"""
+import axolotl.integrations.base as base, axolotl.utils.config
+from pose_plugin._autoload import install
+install(); install()
+print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.__wrapped__, "__wrapped__"))
+""",
+        fake_axolotl(tmp_path),
+    )
+    assert out == "('pose_plugin', 'PosePlugin') 0 False"
+
+
+def test_installing_twice_waits_once(tmp_path):
+    code = f"from pose_plugin._autoload import install\ninstall(); install()\nprint(len({WAITING}))"
+    assert good(code, fake_axolotl(tmp_path)) == "1"
+
+
+def test_version_with_entry_points_is_left_alone(tmp_path):
+    out = good(
+        """
+from pose_plugin._autoload import install
+install()
+import axolotl.integrations.base as base
+print(hasattr(base.load_plugin, "__wrapped__"))
+""",
+        fake_axolotl(tmp_path, base="PLUGIN_ENTRY_POINT_GROUP = 'axolotl.plugins'\n" + OLD_BASE),
+    )
+    assert out == "False"
+
+
+@pytest.mark.parametrize(
+    "plugins, refused",
+    [("[]", True), ("None", True), ("['a.B']", True), ("['pose_plugin']", False), ("['pose_plugin.PosePlugin']", False)],
+)
+def test_forgotten_line(tmp_path, plugins, refused):
+    out = good(
+        f"""
+from pose_plugin._autoload import install
+install()
+from axolotl.utils.config import validate_config
+try:
+    print(sorted(validate_config({{"pose": {{"target_length": 8}}, "plugins": {plugins}}})))
+except ValueError as error:
+    print(type(error).__name__, error)
+print(validate_config({{"plugins": None}}, capabilities=1))
+""",
+        fake_axolotl(tmp_path),
+    )
+    first, second = out.splitlines()
+    assert second == "{'plugins': None}"
+    if refused:
+        assert first.startswith("PoSEError the config has a `pose:` block") and "plugins: [pose_plugin]" in first
+    else:
+        assert first == "['plugins', 'pose']"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["raise RuntimeError('broken')", "raise ImportError('broken')", "def load_plugin(:", "x = 1"],
+    ids=["raises", "import error", "syntax error", "other contents"],
+)
+def test_torch_imports_beside_a_broken_axolotl(tmp_path, installed, broken):
+    """The error of the broken module is its own, at its own import, as without the hook."""
+    out = good(
+        """
+import torch
+print(torch.ones(2).sum().item())
+for _ in range(2):
+    try:
+        import axolotl.integrations.base
+        print("imported")
+    except Exception as error:
+        print(type(error).__name__)
+""",
+        fake_axolotl(tmp_path, base=broken),
+    )
+    name = {"r": broken.split("(")[0].removeprefix("raise "), "d": "SyntaxError", "x": "imported"}[broken[0]]
+    assert out.splitlines() == ["2.0", name, name]
+
+
+def test_torch_imports_without_axolotl(tmp_path, installed):
+    out = good(
+        """
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "axolotl":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocked())
+import torch
+print(torch.ones(2).sum().item())
+try:
+    import axolotl.integrations.base
+except ModuleNotFoundError as error:
+    print(error)
+""",
+        tmp_path,
+    )
+    assert out.splitlines() == ["2.0", "axolotl"]
+
+
+def test_torch_imports_where_a_patch_raises(tmp_path, installed):
+    """Both ways: the module comes later, or is there when the hook is installed."""
+    code = """
+import pose_plugin._autoload as autoload
+def fail(module):
+    raise RuntimeError("patch")
+for name in autoload._PATCHES:
+    autoload._PATCHES[name] = fail
+FIRST
+import torch
+import axolotl.integrations.base as base
+print(torch.ones(2).sum().item(), base.load_plugin("a.B"))
+"""
+    fake_axolotl(tmp_path)
+    for first in ("", "import axolotl.integrations.base"):
+        assert good(code.replace("FIRST", first), tmp_path) == "2.0 ('a', 'B')"
+
+
+def test_autoload_turned_off(tmp_path, installed):
+    out = good(
+        f"""
+import torch
+print(len({WAITING}))
+from axolotl.integrations.base import load_plugin
+print(load_plugin("pose_plugin.PosePlugin"))
+try:
+    load_plugin("pose_plugin")
+except ValueError as error:
+    print("ValueError")
+""",
+        fake_axolotl(tmp_path),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert out.splitlines() == ["0", "('pose_plugin', 'PosePlugin')", "ValueError"]
+
+
+@pytest.mark.axolotl
+def test_real_axolotl_with_autoload_turned_off(tmp_path, installed):
+    pytest.importorskip("axolotl", reason="Axolotl is not installed")
+    out = good(
+        """
+from axolotl.integrations import base
+print("dotted", type(base.load_plugin("pose_plugin.PosePlugin")).__name__)
+try:
+    print("bare", base.load_plugin("pose_plugin"))
+except ValueError:
+    print("bare fails")
+print("wrapped", hasattr(base.load_plugin, "_pose_plugin"))
+""",
+        tmp_path,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert out.splitlines()[-3:] == ["dotted PosePlugin", "bare fails", "wrapped False"]
