@@ -1,0 +1,28 @@
+# `make demo` and `make test` build what they need; everything else assumes one of their environments.
+.PHONY: demo demo-trl test test-3.11 test-3.12 test-trl lint docs clean
+
+demo:            ## extend a tiny model's window 16 times through Axolotl, show the table and the picture
+	.ci/with any python example_configs/quickstart/run.py
+
+demo-trl:        ## the same model through TRL's SFTTrainer
+	.ci/with any python example_configs/trl_sft.py --evaluate
+
+test: lint       ## every test in every environment: Axolotl 0.19, Axolotl 0.21, and TRL alone
+	.ci/test 3.11
+	.ci/test 3.12
+	.ci/test trl
+
+test-3.11 test-3.12 test-trl:
+	.ci/test $(@:test-%=%)
+
+lint:            ## ruff and mypy
+	.ci/with 3.11 ruff check .
+	.ci/with 3.11 ruff format --check .
+	.ci/with 3.11 mypy
+
+docs:            ## build the site into site/
+	.ci/with 3.11 pip install -q -e ".[docs]"
+	.ci/with 3.11 mkdocs build --strict
+
+clean:           ## remove environments and outputs
+	rm -rf .venv-* outputs build dist site

@@ -1,0 +1,154 @@
+"""The quick start: extends the tiny base model 16 times through Axolotl and shows that it worked.
+
+    make demo                                     # or, in an environment with Axolotl:
+    python example_configs/quickstart/run.py      # about three minutes on two cores
+    python example_configs/quickstart/run.py --seed 1 --output outputs/second
+
+Trains pose.yaml, and for comparison the same with `sampler: none` (no skip) and `sampler: randpos`; everything else,
+data and steps included, is the same. Judges them beside the base model as it is and with its RoPE changed but not
+trained. Writes a table, JSON, CSV and pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LENGTHS = [128, 256, 512, 1024, 2048]
+# What is trained, and how its YAML differs from pose.yaml.
+RUNS: dict[str, dict[str, Any]] = {
+    "PoSE": {},
+    "no skip": {"sampler": "none"},
+    "RandPos": {"sampler": "randpos", "content": "contiguous"},
+}
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+    "WANDB_MODE": "disabled",
+}
+
+
+def folder_of(name: str, output: Path) -> Path:
+    return output / name.replace(" ", "-").lower()
+
+
+def write_config(name: str, changes: dict[str, Any], output: Path, seed: int) -> Path:
+    """pose.yaml with the run's changes, seed and folders."""
+    import yaml
+
+    config = yaml.safe_load((HERE / "pose.yaml").read_text(encoding="utf-8"))
+    config["base_model"] = str(HERE / "base")
+    config["datasets"][0]["path"] = str(output / "data" / "train.jsonl")
+    config["pose"] |= {"seed": seed, **changes}
+    config["seed"] = 42 + seed
+    folder = folder_of(name, output)
+    config["output_dir"] = str(folder)
+    config["dataset_prepared_path"] = str(folder / "prepared")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def command(arguments: list[str], log: Path) -> None:
+    """Runs a command with its output in `log`; its last lines are shown if it fails."""
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(arguments, stdout=file, stderr=subprocess.STDOUT, env=os.environ | QUIET).returncode
+    if code:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        raise SystemExit(f"{' '.join(arguments)} failed with code {code}. The end of {log}:\n{tail}")
+
+
+def train(name: str, output: Path, seed: int) -> None:
+    config = write_config(name, RUNS[name], output, seed)
+    command([sys.executable, "-m", "axolotl.cli.main", "train", str(config), "--launcher", "python"], config.with_name("train.log"))
+
+
+def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed: int) -> list[Any]:
+    """Passkey and perplexity by length of each model, `ModelResult`s in order.
+
+    Args:
+        sources: name, folder, and whether its RoPE is to be extended without training.
+    """
+    import torch
+
+    from pose_plugin.evaluation.loading import describe, extended, load
+    from pose_plugin.evaluation.passkey import passkey
+    from pose_plugin.evaluation.perplexity import perplexity
+    from pose_plugin.evaluation.report import ModelResult
+
+    torch.set_num_threads(1)
+    texts = [(output / "data" / "judge.txt").read_text(encoding="utf-8")]
+    results = []
+    for name, folder, stretch in sources:
+        source = describe(folder, name)
+        if stretch:
+            source = extended(source, 2048, {"type": "linear"}, name)
+        model = load(source)
+        # Seeds of judging start far from those of training, so that no document is seen twice.
+        keys = passkey(model, source.tokenizer, LENGTHS, trials=trials, seed=1000 + seed, progress=False)
+        loss = perplexity(model, source.tokenizer, texts, LENGTHS, max_tokens=16384, progress=False)
+        results.append(ModelResult(name, keys, loss, facts=source.facts))
+    return results
+
+
+def timed(what: str, step: Callable[..., Any], *arguments: Any) -> Any:
+    begin = time.monotonic()
+    print(f"… {what}", flush=True)
+    result = step(*arguments)
+    print(f"✓ {what} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return result
+
+
+def run(output: Path, seed: int, trials: int, jobs: int) -> None:
+    from pose_plugin.evaluation.report import Report
+
+    os.environ.update(QUIET)
+    output.mkdir(parents=True, exist_ok=True)
+    data = [sys.executable, str(HERE / "make_data.py"), "--out", str(output / "data"), "--seed", str(seed)]
+    timed("training and judging documents", command, data, output / "data.log")
+    base = str(HERE / "base")
+    # Judging runs in processes of their own: one model's forwards do not wait for another's.
+    with ThreadPoolExecutor(jobs) as pool, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as judges:
+
+        def judged(sources: list[tuple[str, str, bool]]) -> list[Any]:
+            return judges.submit(judge, sources, output, trials, seed).result()
+
+        def learn(name: str) -> list[Any]:
+            timed(f"axolotl train, {name}", train, name, output, seed)
+            return timed(f"judging {name}", judged, [(name, str(folder_of(name, output)), False)])
+
+        before = pool.submit(
+            timed, "judging the base model", judged, [("original", base, False), ("RoPE only", base, True)]
+        )
+        after = [pool.submit(learn, name) for name in RUNS]
+        report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
+    files = report.write(output)
+    print(f"\n{report.text()}\n\nThe extended model is in {folder_of('PoSE', output)}")
+    print("\n".join(f"  {file}" for file in files))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument("--seed", type=int, default=0, help="of data, positions, order and judging")
+    parser.add_argument("--trials", type=int, default=50, help="passkey prompts a length")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    args = parser.parse_args()
+    run(args.output, args.seed, args.trials, args.jobs)
+
+
+if __name__ == "__main__":
+    main()
