@@ -44,9 +44,7 @@ def lists(batch):
 
 def stack_packs(packs, **kwargs):
     """What Axolotl's multipack collator does: each pack becomes one row."""
-    joined = [
-        {key: sum((list(d[key]) for d in pack), []) for key in ("input_ids", "labels")} for pack in packs
-    ]
+    joined = [{key: [value for d in pack for value in d[key]] for key in ("input_ids", "labels")} for pack in packs]
     width = max(len(row["input_ids"]) for row in joined)
     filled = {"input_ids": 0, "labels": -100}
     return {
@@ -63,7 +61,7 @@ def collator(inner=stack, side="right", **settings):
     return PositionCollator(inner, {"target_length": 512, **settings}, padding_side=side)
 
 
-# --- one document a row ---------------------------------------------------------------------------------------
+# --- one document a row ----------------------------------------------------------------------------------
 
 
 def test_right_padding():
@@ -78,9 +76,7 @@ def test_right_padding():
 
 
 def test_left_padding():
-    batch = PoSECollator(make_tokenizer(side="left"), target_length=64).assemble(
-        rows(SIX, THREE), fixed(W6, W3)
-    )
+    batch = PoSECollator(make_tokenizer(side="left"), target_length=64).assemble(rows(SIX, THREE), fixed(W6, W3))
     assert lists(batch) == {
         "input_ids": [SIX, [0, 0, 0, 20, 21, 22]],
         "labels": [SIX, [-100, -100, -100, 20, 21, 22]],
@@ -98,12 +94,10 @@ def test_padding_to_a_multiple(side):
     pad, mask = [0, 1], [1] * 6
     tokens = [0, 1, 2, 13, 14, 15]
     assert batch["position_ids"].tolist() == [tokens + pad if side == "right" else pad + tokens]
-    assert batch["attention_mask"].tolist() == [mask + [0, 0] if side == "right" else [0, 0, *mask]]
+    assert batch["attention_mask"].tolist() == [[*mask, 0, 0] if side == "right" else [0, 0, *mask]]
 
 
-@pytest.mark.parametrize(
-    "side, expected", [("right", [[0, 9, 10, 0, 1, 2]]), ("left", [[0, 1, 2, 0, 9, 10]])]
-)
+@pytest.mark.parametrize("side, expected", [("right", [[0, 9, 10, 0, 1, 2]]), ("left", [[0, 1, 2, 0, 9, 10]])])
 def test_padding_side_decides_where_the_inner_collator_returns_no_mask(side, expected):
     def padded(features, **kwargs):
         ids = features[0]["input_ids"]
@@ -177,7 +171,7 @@ def test_arguments_reach_the_inner_collator():
     assert seen == [(("first",), {"return_tensors": "pt"})]
 
 
-# --- packed rows ----------------------------------------------------------------------------------------------
+# --- packed rows -----------------------------------------------------------------------------------------
 
 
 def test_packs_as_lists():
@@ -217,9 +211,7 @@ def test_seq_lengths():
 def test_seq_lengths_follow_documents_that_were_cut():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     cut = [window([0, 1, 9, 10], [0, 1, 4, 5]), window([0, 7], [0, 2])]
-    batch = collator(trl_language_modeling(padding_free=True), mask_seam=False).assemble(
-        [feature], fixed(*cut)
-    )
+    batch = collator(trl_language_modeling(padding_free=True), mask_seam=False).assemble([feature], fixed(*cut))
     assert lists(batch) == {
         "input_ids": [[10, 11, 14, 15, 20, 22]],
         "labels": [[-100, 11, 14, 15, -100, 22]],
@@ -253,7 +245,7 @@ def test_a_document_has_the_same_positions_packed_or_not():
     expected = [alone[0].tolist(), alone[1, :3].tolist(), alone[2, :4].tolist()]
     assert as_lists[0].tolist() == expected[0] + expected[1]
     assert as_lists[1, :4].tolist() == expected[2]
-    assert flat[0].tolist() == sum(expected, [])
+    assert flat[0].tolist() == [*expected[0], *expected[1], *expected[2]]
     assert max(map(max, expected)) > 6, "no document has a jump"
 
 
@@ -266,7 +258,7 @@ def test_packed_documents_start_at_zero_whatever_the_sampler():
         assert batch["position_ids"][0].tolist() == alone["position_ids"].flatten().tolist(), sampler
 
 
-# --- columns --------------------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------
 
 
 def test_every_column_of_a_value_a_token_is_cut_alike():
@@ -347,7 +339,7 @@ def test_more_chunks_than_tokens():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------
+# --- evaluation ------------------------------------------------------------------------------------------
 
 
 def test_plain_gives_whole_documents_on_plain_positions():
@@ -370,7 +362,7 @@ def test_plain_packs():
     assert "attention_mask" not in batch
 
 
-# --- refused --------------------------------------------------------------------------------------------------
+# --- refused ---------------------------------------------------------------------------------------------
 
 
 def test_positions_of_three_dimensions_are_refused():
@@ -439,11 +431,11 @@ def test_a_collator_needs_something_to_pad_with():
 
 
 def test_settings_of_a_collator_are_checked_when_it_is_made():
-    with pytest.raises(PoSEError, match="PoSECollator.target_length is missing"):
+    with pytest.raises(PoSEError, match=r"PoSECollator\.target_length is missing"):
         PoSECollator(make_tokenizer())
 
 
-# --- side effects ---------------------------------------------------------------------------------------------
+# --- side effects ----------------------------------------------------------------------------------------
 
 
 def views(features, **kwargs):
@@ -507,11 +499,9 @@ def test_a_copy_is_its_own():
     assert (one.epoch, other.epoch) == (0, 3)
 
 
-# --- epochs and dataloader workers ----------------------------------------------------------------------------
+# --- epochs and dataloader workers -----------------------------------------------------------------------
 
-DOCUMENTS = [
-    list(range(start, start + size)) for start, size in zip(range(8, 72, 4), range(20, 36), strict=True)
-]
+DOCUMENTS = [list(range(start, start + size)) for start, size in zip(range(8, 72, 4), range(20, 36), strict=True)]
 
 
 def epochs(collate, count=3, **loading):
@@ -555,7 +545,7 @@ def test_positions_do_not_depend_on_workers(workers, persistent, without_workers
 
 
 def test_positions_do_not_depend_on_how_workers_start():
-    # torch's own collator, so that the new interpreters need not import transformers; it wants rows of one length.
+    # torch's own collator, so that the new interpreters need not import transformers; rows of one length only.
     documents = [{"input_ids": torch.arange(start, start + 20)} for start in range(12)]
     collate = collator(default_collate)
     expected = [[collate_of(epoch, documents[i : i + 3]) for i in range(0, 12, 3)] for epoch in range(2)]
