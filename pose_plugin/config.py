@@ -16,7 +16,7 @@ RopeType = Literal[
     "linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"
 ]
 SamplerName = Literal["pose", "clamped", "randpos", "none"]
-ContentMode = Literal["contiguous", "skip", "aligned"]
+ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
@@ -81,7 +81,11 @@ class PoSESettings(_Strict):
     variant: Literal["paper", "reference"] = Field(
         "paper", description="reference: the first chunk is at most half of the window, as in the authors' code"
     )
-    content: ContentMode = Field("contiguous", description="which tokens of a longer document fill the chunks")
+    content: ContentMode = Field(
+        "contiguous",
+        description="which tokens of a document longer than train_length are read: its head (contiguous), one piece from "
+        "anywhere (window), a piece a chunk (skip), or each chunk's text from where its positions say (aligned)",
+    )
     mask_seam: bool = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
     unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of rows left plain")
     target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
@@ -103,10 +107,11 @@ class PoSESettings(_Strict):
                 f"train_length={self.train_length}; set target_length to the window you want, "
                 "or shorten train_length (Axolotl: sequence_len)"
             )
-        if self.sampler == "none" and (self.content == "aligned"):
-            raise ValueError("content=aligned has no effect with sampler=none; write content: contiguous")
-        if self.content == "aligned" and self.sampler == "randpos":
-            raise ValueError("content=aligned needs chunks; sampler=randpos has none. Use sampler: pose")
+        if self.content in ("skip", "aligned") and (self.sampler in ("none", "randpos") or self.chunks == 1):
+            raise ValueError(
+                f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
+                f"chunks={self.chunks}; write content: window, which takes one piece from anywhere in the document"
+            )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
                 f"content={self.content} takes a window out of a longer document and needs train_length, "

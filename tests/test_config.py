@@ -23,11 +23,14 @@ TARGET = "L_t, the wanted window in tokens"
 
 # What is added to {"target_length": 1024}, and what is said about it. None removes a key.
 REFUSED = [
-    ({"target_length": None}, f"pose.target_length is missing: {TARGET}. Add it, e.g. `target_length: 32768`"),
+    (
+        {"target_length": None},
+        f"pose.target_length is missing: {TARGET}. Add it, e.g. `target_length: 32768`",
+    ),
     (
         {"train_length": 2048},
-        "pose: target_length=1024 is smaller than the trained window train_length=2048; set target_length to the "
-        "window you want, or shorten train_length (Axolotl: sequence_len)",
+        "pose: target_length=1024 is smaller than the trained window train_length=2048; set target_length "
+        "to the window you want, or shorten train_length (Axolotl: sequence_len)",
     ),
     ({"chunks": 0}, f"pose.chunks=0: input should be greater than or equal to 1 ({CHUNKS})"),
     ({"chunks": -3}, f"pose.chunks=-3: input should be greater than or equal to 1 ({CHUNKS})"),
@@ -42,7 +45,9 @@ REFUSED = [
     pytest.param(
         {"target_length": float("inf")},
         f"pose.target_length=inf: input should be a valid integer ({TARGET})",
-        marks=pytest.mark.xfail(raises=OverflowError, strict=True, reason="the hint of a whole number trips on inf"),
+        marks=pytest.mark.xfail(
+            raises=OverflowError, strict=True, reason="the hint of a whole number trips on inf"
+        ),
     ),
     ({"target_lenght": 5}, f"pose.target_lenght=5 is not a known key. Known keys: {KEYS}"),
     ({"rope": {"teta": 5.0}}, f"pose.rope.teta=5.0 is not a known key. Known keys: {ROPE_KEYS}"),
@@ -66,29 +71,33 @@ REFUSED = [
     ),
     (
         {"rope": {"type": "linear", "factor": 0.5}},
-        "pose.rope.factor=0.5: input should be greater than or equal to 1 (s, the stretch; default target_length / "
-        "original_length)",
+        "pose.rope.factor=0.5: input should be greater than or equal to 1 (s, the stretch; default "
+        "target_length / original_length)",
     ),
     (
         {"sampler": "posse"},
-        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos' or 'none' (where the chunks of a window "
-        "are put)",
+        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos' or 'none' (where the chunks of "
+        "a window are put)",
     ),
     (
         {"content": "skip"},
-        "pose: content=skip takes a window out of a longer document and needs train_length, the window's tokens",
+        "pose: content=skip takes a window out of a longer document and needs train_length, the window's "
+        "tokens",
     ),
     (
         {"content": "aligned"},
-        "pose: content=aligned takes a window out of a longer document and needs train_length, the window's tokens",
+        "pose: content=aligned takes a window out of a longer document and needs train_length, the window's "
+        "tokens",
     ),
     (
         {"content": "aligned", "sampler": "randpos", "train_length": 64},
-        "pose: content=aligned needs chunks; sampler=randpos has none. Use sampler: pose",
+        "pose: content=aligned fills several chunks and has no effect with sampler=randpos, chunks=2; write content: "
+        "window, which takes one piece from anywhere in the document",
     ),
     (
         {"content": "aligned", "sampler": "none", "train_length": 64},
-        "pose: content=aligned has no effect with sampler=none; write content: contiguous",
+        "pose: content=aligned fills several chunks and has no effect with sampler=none, chunks=2; write content: "
+        "window, which takes one piece from anywhere in the document",
     ),
     (
         {"unskipped_ratio": 1.5},
@@ -96,13 +105,13 @@ REFUSED = [
     ),
     (
         {"target_margin": -1},
-        "pose.target_margin=-1: input should be greater than or equal to 0 (sample up to target_length + margin, since "
-        "the last L_c distances are rarest)",
+        "pose.target_margin=-1: input should be greater than or equal to 0 (sample up to target_length + "
+        "margin, since the last L_c distances are rarest)",
     ),
     (
         {"seed": "a"},
-        "pose.seed='a': input should be a valid integer (positions are a function of (seed, epoch, the document's "
-        "tokens))",
+        "pose.seed='a': input should be a valid integer (positions are a function of (seed, epoch, the "
+        "document's tokens))",
     ),
 ]
 
@@ -166,7 +175,10 @@ def test_settings_pass_through_and_cannot_be_changed():
 
 @pytest.mark.parametrize(
     "model",
-    [PoSESettings, pytest.param(RopeSettings, marks=pytest.mark.xfail(strict=True, reason="rope.type has no words"))],
+    [
+        PoSESettings,
+        pytest.param(RopeSettings, marks=pytest.mark.xfail(strict=True, reason="rope.type has no words")),
+    ],
 )
 def test_every_field_is_described(model):
     assert [name for name, field in model.model_fields.items() if not field.description] == []

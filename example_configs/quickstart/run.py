@@ -27,8 +27,8 @@ LENGTHS = [128, 256, 512, 1024, 2048]
 # What is trained, and how its YAML differs from pose.yaml.
 RUNS: dict[str, dict[str, Any]] = {
     "PoSE": {},
-    "no skip": {"sampler": "none"},
-    "RandPos": {"sampler": "randpos", "content": "contiguous"},
+    "no skip": {"sampler": "none", "content": "window"},
+    "RandPos": {"sampler": "randpos", "content": "window"},
 }
 QUIET = {
     "OMP_NUM_THREADS": "1",

@@ -136,7 +136,7 @@ def settings_of(cfg: Any) -> PoSESettings:
     sequence_len = cfg.get("sequence_len")
     if isinstance(block, dict) and block.get("train_length") is None and sequence_len:
         content = block.get("content", "contiguous")
-        if content in ("skip", "aligned"):
+        if content in ("window", "skip", "aligned"):
             raise PoSEError(
                 f"pose.content={content} takes a window out of longer documents, but rows are as long as "
                 f"sequence_len={sequence_len}, which is also the window. Set pose.train_length to the window and "

@@ -58,7 +58,7 @@ def draw_windows(
     result = []
     for row in range(layout.rows):
         starts = layout.starts[row]
-        jumps = np.diff(shifts[row], prepend=0) > 0
+        jumps = np.diff(shifts[row], prepend=shifts[row, :1]) > 0
         seams = starts[jumps & (layout.lengths[row] > 0)]
         content = shifted_indices(layout.lengths[row], shifts[row])
         result.append(Window(content, layout.position_ids(row), seams))
@@ -89,6 +89,9 @@ def _layout(
         return layout, skips
     shifts = np.zeros_like(skips)
     uniform = draws.uniform(skips.shape[1])
+    if settings.content == "window":
+        shifts[:] = integers(uniform[:, :1], shifts[:, :1], (sizes - windows)[:, None])
+        return layout, shifts
     for i in range(1, skips.shape[1]):
         shifts[:, i] = integers(uniform[:, i], shifts[:, i - 1], sizes - windows)
     return layout, shifts

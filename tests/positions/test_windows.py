@@ -107,3 +107,19 @@ def test_a_sample_longer_than_the_target_says_what_to_do():
 
 def test_no_documents_is_no_window():
     assert draw_windows([], settings(), 0) == []
+
+
+def test_window_takes_one_piece_from_anywhere():
+    starts = []
+    for window in draw_windows(documents(300), settings(content="window"), 0):
+        assert (np.diff(window.content) == 1).all() and len(window.content) == 64
+        assert window.seams.size == 0
+        starts.append(int(window.content[0]))
+    assert min(starts) < 10 and max(starts) > 126
+
+
+def test_content_that_needs_chunks_is_refused_without_them():
+    for changes in ({"sampler": "none"}, {"sampler": "randpos"}, {"chunks": 1}):
+        for content in ("skip", "aligned"):
+            with pytest.raises(PoSEError, match="content: window"):
+                settings(content=content, **changes)
