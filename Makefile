@@ -22,7 +22,7 @@ lint:            ## ruff and mypy
 
 docs:            ## build the site into site/
 	.ci/with 3.11 pip install -q -e ".[docs]"
-	.ci/with 3.11 mkdocs build --strict
+	.ci/with 3.11 mkdocs build --strict --config-file .ci/mkdocs.yml
 
 clean:           ## remove environments and outputs
 	rm -rf .venv-* outputs build dist site

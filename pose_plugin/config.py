@@ -32,7 +32,7 @@ class RopeSettings(_Strict):
     Every field but `type` has a default that follows from the base model's config and `target_length`.
     """
 
-    type: RopeType = "yarn"
+    type: RopeType = Field("yarn", description="the kind; auto compares advice on the base and picks one, none keeps the frequencies")
     factor: Annotated[float, Field(ge=1)] | None = Field(
         None, description="s, the stretch; default target_length / original_length"
     )

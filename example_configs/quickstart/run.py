@@ -44,7 +44,7 @@ def folder_of(name: str, output: Path) -> Path:
     return output / name.replace(" ", "-").lower()
 
 
-def write_config(name: str, changes: dict[str, Any], output: Path, seed: int) -> Path:
+def write_config(name: str, changes: dict[str, Any], output: Path, seed: int, steps: int | None) -> Path:
     """pose.yaml with the run's changes, seed and folders."""
     import yaml
 
@@ -57,6 +57,8 @@ def write_config(name: str, changes: dict[str, Any], output: Path, seed: int) ->
     config["output_dir"] = str(folder)
     config["dataset_prepared_path"] = str(folder / "prepared")
     folder.mkdir(parents=True, exist_ok=True)
+    if steps is not None:
+        config["max_steps"] = steps
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
@@ -71,8 +73,8 @@ def command(arguments: list[str], log: Path) -> None:
         raise SystemExit(f"{' '.join(arguments)} failed with code {code}. The end of {log}:\n{tail}")
 
 
-def train(name: str, output: Path, seed: int) -> None:
-    config = write_config(name, RUNS[name], output, seed)
+def train(name: str, output: Path, seed: int, steps: int | None) -> None:
+    config = write_config(name, RUNS[name], output, seed, steps)
     command([sys.executable, "-m", "axolotl.cli.main", "train", str(config), "--launcher", "python"], config.with_name("train.log"))
 
 
@@ -112,7 +114,7 @@ def timed(what: str, step: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def run(output: Path, seed: int, trials: int, jobs: int) -> None:
+def run(output: Path, seed: int, trials: int, jobs: int, steps: int | None = None) -> Any:
     from pose_plugin.evaluation.report import Report
 
     os.environ.update(QUIET)
@@ -127,7 +129,7 @@ def run(output: Path, seed: int, trials: int, jobs: int) -> None:
             return judges.submit(judge, sources, output, trials, seed).result()
 
         def learn(name: str) -> list[Any]:
-            timed(f"axolotl train, {name}", train, name, output, seed)
+            timed(f"axolotl train, {name}", train, name, output, seed, steps)
             return timed(f"judging {name}", judged, [(name, str(folder_of(name, output)), False)])
 
         before = pool.submit(
@@ -138,6 +140,7 @@ def run(output: Path, seed: int, trials: int, jobs: int) -> None:
     files = report.write(output)
     print(f"\n{report.text()}\n\nThe extended model is in {folder_of('PoSE', output)}")
     print("\n".join(f"  {file}" for file in files))
+    return report
 
 
 def main() -> None:
@@ -146,8 +149,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of data, positions, order and judging")
     parser.add_argument("--trials", type=int, default=50, help="passkey prompts a length")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser.add_argument("--steps", type=int, help="stop each run early; default: the 600 steps of pose.yaml")
     args = parser.parse_args()
-    run(args.output, args.seed, args.trials, args.jobs)
+    run(args.output, args.seed, args.trials, args.jobs, args.steps)
 
 
 if __name__ == "__main__":

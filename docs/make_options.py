@@ -1,0 +1,49 @@
+"""Writes docs/options.md from the settings model.   python docs/make_options.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pose_plugin.config import PoSESettings, RopeSettings
+
+HEAD = """# Options
+
+Keys of the `pose:` block in an Axolotl YAML, and keyword arguments of `PoSECollator`. Unknown keys are refused. This page is
+written by `docs/make_options.py` from the settings themselves.
+
+"""
+
+
+def table(model: type) -> str:
+    lines = ["| key | default | type | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+        default = "required" if field.is_required() else _text(field.get_default(call_default_factory=True))
+        lines.append(f"| `{name}` | {default} | {_type(field.annotation)} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, RopeSettings):
+        return f"`{value.type}`"
+    return "–" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _type(annotation: object) -> str:
+    if annotation is RopeSettings:
+        return "name or block"
+    text = str(annotation)
+    if "Literal[" in text:
+        return text[text.index("Literal[") + 8 : text.rindex("]")].replace("'", "`")
+    for name, word in {"bool": "true or false", "int": "integer", "float": "number", "str": "path"}.items():
+        if name in text.lower().replace("strictint", "int"):
+            return word
+    return text
+
+
+def page() -> str:
+    rope = "\n\n## The block `rope:`\n\n`rope: yarn` is short for `rope: {type: yarn}`.\n\n"
+    return HEAD + table(PoSESettings) + rope + table(RopeSettings) + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("options.md").write_text(page(), encoding="utf-8")
