@@ -140,7 +140,7 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
         if colon and not chunks.isdigit():
             raise PoSEError(f"--compare {item}: chunks must be a number, e.g. {sampler or 'pose'}:3")
         wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
-    settings = {}
+    settings: dict[str, PoSESettings] = {}
     for values in wanted:
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +47,14 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
         axes = figure.subplots()
         for i, (name, seen) in enumerate(coverages.items()):
             distances = np.arange(1, len(seen.probability))
-            look = {"color": COLOURS[i % len(COLOURS)], "linestyle": _DASHES[i % len(_DASHES)]}
+            look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": _DASHES[i % len(_DASHES)]}
             axes.plot(distances, seen.probability[1:], label=name, linewidth=1.4, **look)
-        above = {"transform": axes.get_xaxis_transform(), "va": "bottom", "fontsize": 7.5, "color": "#666666"}
+        above: dict[str, Any] = {
+            "transform": axes.get_xaxis_transform(),
+            "va": "bottom",
+            "fontsize": 7.5,
+            "color": "#666666",
+        }
         windows = {c.settings.train_length for c in coverages.values()} - {None}
         if len(windows) == 1 and (window := windows.pop()) is not None:
             axes.axvspan(0, window, color="#f0f0f0", linewidth=0, zorder=0)

@@ -1,0 +1,83 @@
+"""What the benchmarks share: the machine in words, where results go, tables for the README, a canvas."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+FIGURES = HERE.parent / "docs" / "figures"
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """The arguments every benchmark takes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for JSON and PNG; default: results/, docs/figures/")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes: only to see that it runs")
+    return parser
+
+
+def places(output: Path | None) -> tuple[Path, Path]:
+    """The folders of the JSON and of the PNG; made if missing."""
+    folders = (output, output) if output else (RESULTS, FIGURES)
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folders
+
+
+def machine(*packages: str) -> dict[str, str]:
+    """Date, processor and versions, as far as they bear on the numbers."""
+    described = {"date": datetime.date.today().isoformat(), "processor": _processor()}
+    described["python"] = platform.python_version()
+    return described | {name: importlib.metadata.version(name) for name in packages}
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column aligned to the left and the others to the right."""
+    line = "|---|" + "---:|" * (len(header) - 1)
+    top, *others = ("| " + " | ".join(row) + " |" for row in [header, *rows])
+    return "\n".join([top, line, *others])
+
+
+def about(facts: dict[str, str]) -> str:
+    """The line below a table: when and on what it was measured."""
+    rest = [f"{name} {version}" for name, version in facts.items() if name not in ("date", "processor")]
+    return f"{facts['date']}, {facts['processor']}, {', '.join(rest)}."
+
+
+@contextmanager
+def canvas(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure in the style of the reports and its axes in a row, saved at the end."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from pose_plugin.evaluation.figures import STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure, list(figure.subplots(1, columns, squeeze=False)[0])
+        figure.savefig(path)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,139 @@
+"""Every benchmark runs, and the README quotes what is in results/."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+FIGURES = FOLDER.parent / "docs" / "figures"
+# By the name of their results. A script called coverage.py would hide the package of that name.
+SCRIPTS = {"coverage": "position_coverage", "step_cost": "step_cost", "interpolation": "interpolation"}
+
+
+def script(name: str) -> ModuleType:
+    """A benchmark, imported the way `python benchmarks/…` finds it: from its own folder."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(SCRIPTS[name])
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def committed(name: str) -> dict:
+    return json.loads((FOLDER / "results" / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Runs a benchmark with --quick, once; returns its folder and what it printed."""
+    done = {}
+
+    def run(name: str) -> tuple[dict, str, Path]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            command = [
+                sys.executable,
+                str(FOLDER / f"{SCRIPTS[name]}.py"),
+                "--quick",
+                "--output",
+                str(folder),
+            ]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert ran.returncode == 0, ran.stderr
+            done[name] = json.loads((folder / f"{name}.json").read_text()), ran.stdout, folder
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_quick_run_writes_json_and_figure_and_prints_its_table(quick, name):
+    result, printed, folder = quick(name)
+    assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.png"}
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert script(name).table(result) in printed
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["machine"]["date"]) and result["machine"]["processor"]
+    # What was committed has the same keys: it was not made by an older script.
+    assert result.keys() == committed(name).keys()
+
+
+def test_coverage_of_fixed_halves_is_exact(quick):
+    result, _, _ = quick("coverage")
+    assert all(0 <= p <= 1 for line in result["chance"].values() for p in line)
+    # The halves have 1024 tokens each, so distance 1024 needs a skip: u = 0 … 1023 of 0 … 14336.
+    assert result["chance"]["chunks fixed at half"][:2] == [round(1024 / 14337, 4), round(1536 / 14337, 4)]
+    assert result["draws"]["pose, 2 chunks"] == 200
+
+
+def test_closed_form_of_fixed_halves_counts_pairs(monkeypatch):
+    coverage = script("coverage")
+    monkeypatch.setattr(coverage, "WINDOW", 8)
+    monkeypatch.setattr(coverage, "TARGET", 20)
+    counts = np.zeros(20)
+    for skip in range(13):
+        positions = [0, 1, 2, 3, *(skip + p for p in (4, 5, 6, 7))]
+        for distance in {b - a for a in positions for b in positions if b > a}:
+            counts[distance] += 1
+    np.testing.assert_allclose(coverage.fixed_halves(np.arange(1, 20)), counts[1:] / 13)
+
+
+def test_steps_train_the_rows_they_claim_to(quick):
+    result, _, _ = quick("step_cost")
+    cases = {case["method"]: case for case in result["cases"]}
+    assert cases["pose"]["target"] == cases["full"]["target"] == 256
+    assert cases["pose"]["tokens"] == 16 * 128 and cases["full"]["tokens"] == 16 * 256
+    assert cases["full"]["farthest_position"] == 255 and 128 <= cases["pose"]["farthest_position"] <= 255
+    assert all(case["seconds"] > 0 and case["megabytes"] > 0 for case in cases.values())
+    # Twice the tokens need more memory; nothing is said about time on whatever machine this is.
+    assert cases["full"]["megabytes"] > cases["pose"]["megabytes"]
+
+
+def test_committed_step_cost_is_constant_for_pose_and_grows_for_full_length():
+    cases = {(c["method"], c["factor"]): c for c in committed("step_cost")["cases"]}
+    assert cases.keys() == {(method, factor) for method in ("pose", "full") for factor in (2, 4, 8, 16)}
+    for key in ("seconds", "megabytes"):
+        pose = [cases["pose", factor][key] for factor in (2, 4, 8, 16)]
+        full = [cases["full", factor][key] for factor in (2, 4, 8, 16)]
+        assert max(pose) < 1.5 * min(pose) and full == sorted(full) and full[-1] > 5 * full[0]
+
+
+def test_interpolated_scores_stay_and_extrapolated_ones_do_not(quick):
+    largest = quick("interpolation")[0]["largest_score"]
+    assert largest["between"]["largest"] < 1.2 * largest["within"]["largest"]
+    assert largest["beyond"]["median"] > 10 * largest["within"]["median"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_readme_quotes_the_results(name):
+    assert script(name).table(committed(name)) in (FOLDER / "README.md").read_text()
+    assert (FIGURES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_quotes_nothing_else():
+    """Every table in the README is one of those above."""
+    text = (FOLDER / "README.md").read_text()
+    for name in SCRIPTS:
+        text = text.replace(script(name).table(committed(name)), "")
+    assert not re.search(r"^\|", text, re.MULTILINE)
+
+
+def test_coverage_agrees_with_the_published_table():
+    """Chances by an independent simulation of 8000 rows, to two decimals."""
+    expected = {
+        "pose, 2 chunks": [1.00, 0.55, 0.14, 0.15, 0.13, 0.14, 0.07, 0.03, 0.00],
+        "pose, 2 chunks, reference": [1.00, 0.55, 0.14, 0.15, 0.14, 0.15, 0.08, 0.03, 0.00],
+        "clamped, 2 chunks": [1.00, 0.58, 0.22, 0.12, 0.11, 0.11, 0.17, 0.13, 0.11],
+        "chunks fixed at half": [0.08, 0.11, 0.15, 0.14, 0.14, 0.14, 0.07, 0.03, 0.00],
+    }
+    chance = committed("coverage")["chance"]
+    for name, values in expected.items():
+        assert np.abs(np.array(chance[name]) - values).max() < 0.025
