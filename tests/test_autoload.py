@@ -137,7 +137,13 @@ print(hasattr(base.load_plugin, "__wrapped__"))
 
 @pytest.mark.parametrize(
     "plugins, refused",
-    [("[]", True), ("None", True), ("['a.B']", True), ("['pose_plugin']", False), ("['pose_plugin.PosePlugin']", False)],
+    [
+        ("[]", True),
+        ("None", True),
+        ("['a.B']", True),
+        ("['pose_plugin']", False),
+        ("['pose_plugin.PosePlugin']", False),
+    ],
 )
 def test_forgotten_line(tmp_path, plugins, refused):
     out = good(

@@ -16,7 +16,8 @@ import numpy as np
 
 from tests.conftest import make_llama, make_tokenizer
 
-WORDS = [f"w{i}" for i in range(8, 120)]
+# The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
+WORDS = [f"w{i}" for i in range(30, 100)]
 
 
 def make_base(folder: Path, **changes: Any) -> Path:
@@ -36,6 +37,7 @@ def base_yaml(folder: Path, **changes: Any) -> dict[str, Any]:
     """Trains the tiny model 64 → 512 for two steps. Keys of value None are left out."""
     if not (folder / "base").exists():
         make_base(folder / "base")
+    if not (folder / "rows.jsonl").exists():
         make_rows(folder / "rows.jsonl")
     values: dict[str, Any] = {
         "base_model": str(folder / "base"),
@@ -90,8 +92,11 @@ _ON_THE_WAY = (
 
 
 def import_axolotl() -> None:
-    """Imports Axolotl and freezes the collector: Axolotl calls gc.collect() some fifteen times a run, and walking over
-    all imported modules each time took two thirds of a tiny run."""
+    """Imports Axolotl once, for all forked runs.
+
+    And freezes the garbage collector: Axolotl collects some fifteen times a run, and walking over all imported
+    modules each time took two thirds of a tiny run.
+    """
     for name in _ON_THE_WAY:
         importlib.import_module(name)
     gc.collect()
@@ -99,7 +104,7 @@ def import_axolotl() -> None:
 
 
 def _in_this_process() -> None:
-    """datasets starts new interpreters for `num_proc`, which import all of Axolotl again: a minute for 24 rows."""
+    """datasets starts interpreters for `num_proc`, which import all of Axolotl again: a minute for 24 rows."""
     from datasets import Dataset
 
     for name in ("map", "filter", "save_to_disk"):
@@ -185,11 +190,11 @@ class Run:
     eval_losses: list[float]
     batches: list[Batch]
     moved: list[str]
-    linears: set[str]
+    modules: set[str]
     inverse_frequencies: np.ndarray
     attention: str
     callbacks: list[str]
-    logits: np.ndarray | None
+    logits: np.ndarray
 
     def of(self, kind: str) -> list[Batch]:
         return [batch for batch in self.batches if batch.kind == kind]
@@ -198,7 +203,7 @@ class Run:
         return [document for batch in self.of(kind) for document in batch.documents()]
 
 
-PROBE_TOKENS = [[9, 17, 25, 33, 41, 49, 57, 65]]
+PROBE_TOKENS = [[33, 41, 49, 57, 65, 73, 81, 89]]
 PROBE_POSITIONS = [[0, 1, 2, 60, 200, 201, 400, 511]]
 
 
@@ -218,7 +223,7 @@ def probe_logits(model: Any) -> np.ndarray:
     return out.logits.float().numpy()
 
 
-def run(values: dict[str, Any], check: Callable[[Any], Any] | None = None) -> Run:
+def run(values: dict[str, Any]) -> Run:
     """Trains, and records every batch the model received."""
     import torch
 
@@ -235,20 +240,18 @@ def run(values: dict[str, Any], check: Callable[[Any], Any] | None = None) -> Ru
         before.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
 
     model, trainer = train(values, on_setup)
-    if check is not None:
-        check(model)
-    buffers = {name: b for name, b in model.named_buffers() if name.endswith("inv_freq") and "original" not in name}
+    buffers = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
     history = trainer.state.log_history
-    quantised = values.get("load_in_4bit") or values.get("load_in_8bit")
     recorded = list(batches)
     return Run(
         losses=[entry["loss"] for entry in history if "loss" in entry],
         eval_losses=[entry["eval_loss"] for entry in history if "eval_loss" in entry],
         batches=recorded,
-        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p.detach(), before[n])],
-        linears={type(module).__name__ for module in model.modules()},
-        inverse_frequencies=next(iter(buffers.values())).double().numpy(),
+        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])],
+        modules={type(module).__name__ for module in model.modules()},
+        inverse_frequencies=buffers[0].double().numpy(),
         attention=model.config._attn_implementation,
         callbacks=[type(callback).__name__ for callback in trainer.callback_handler.callbacks],
-        logits=None if quantised else probe_logits(model),
+        # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
+        logits=np.zeros(0) if values.get("load_in_4bit") else probe_logits(model),
     )
