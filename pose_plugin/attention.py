@@ -60,8 +60,8 @@ class RestartBoundaries:
             import transformers
 
             raise PoSEError(
-                f"packed rows need transformers.masking_utils.{_NAME} to cut at every position step other than +1, "
-                f"but transformers {transformers.__version__} does something else. Turn packing off "
+                f"packed rows need transformers.masking_utils.{_NAME} to cut at every position step other "
+                f"than +1, but transformers {transformers.__version__} does something else. Turn packing off "
                 "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention"
             )
         self._original = current
@@ -104,8 +104,8 @@ def require_packing_support(model: Any) -> None:
     if name in RULED_BY_POSITIONS or name in RULED_BY_SMALLEST or "flash" in name:
         return
     raise PoSEError(
-        f"attn_implementation={name}: it is not known how it finds the documents of a packed row, so chunks may be "
-        "cut apart without a sign. Use one of "
+        f"attn_implementation={name}: it is not known how it finds the documents of a packed row, so chunks "
+        f"may be cut apart without a sign. Use one of "
         f"{', '.join(RULED_BY_POSITIONS + RULED_BY_SMALLEST)}, or turn packing off"
     )
 

@@ -44,9 +44,7 @@ class PositionCollator:
         training: False gives plain positions and whole documents, as evaluation needs them.
     """
 
-    def __init__(
-        self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right"
-    ) -> None:
+    def __init__(self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right") -> None:
         self.collate = collate
         self.settings = parse_settings(settings, where="PoSECollator")
         self.padding_side = padding_side
@@ -77,7 +75,8 @@ class PositionCollator:
         return other
 
     def trained(self) -> dict[str, int]:
-        """What was drawn so far in this process: documents, skipped (with a jump), tokens, farthest position."""
+        """What was drawn so far in this process: documents, skipped (with a jump), tokens, farthest "
+        "position."""
         counts = self._counts
         return {
             "documents": int(counts[:, 0].sum()),
@@ -139,8 +138,8 @@ class PositionCollator:
         given = batch.pop("position_ids", None)
         if given is not None and given.ndim == 3:
             raise PoSEError(
-                f"the inner collator returns position_ids of shape {tuple(given.shape)}: multimodal (3-D) positions "
-                "cannot be skipped. Train a text-only model, or a text-only checkpoint of this one"
+                f"the inner collator returns position_ids of shape {tuple(given.shape)}: multimodal (3-D) "
+                f"positions cannot be skipped. Train a text-only model, or a text-only checkpoint of this one"
             )
         # A padding-free collator stacks all rows into one.
         if input_ids.shape[0] == 1 and len(rows) > 1:
@@ -180,15 +179,15 @@ class PositionCollator:
             used = int((mask[row] != 0).sum())
             if used != size:
                 raise PoSEError(
-                    f"the inner collator {type(self.collate).__name__} returned {used} tokens for a row of {size}. "
-                    "A collator that truncates or adds tokens cannot be wrapped: shorten the samples before it, "
-                    "or set train_length"
+                    f"the inner collator {type(self.collate).__name__} returned {used} tokens for a row of "
+                    f"{size}. A collator that truncates or adds tokens cannot be wrapped: shorten the "
+                    f"samples before it, or set train_length"
                 )
             return int((mask[row] != 0).int().argmax()) if size else 0
         if length < size:
             raise PoSEError(
-                f"the inner collator {type(self.collate).__name__} returned {length} columns for a row of {size} "
-                "tokens. Shorten the samples before it, or set train_length"
+                f"the inner collator {type(self.collate).__name__} returned {length} columns for a row of "
+                f"{size} tokens. Shorten the samples before it, or set train_length"
             )
         return length - size if self.padding_side == "left" and not packed else 0
 

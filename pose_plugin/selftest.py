@@ -35,7 +35,8 @@ class SelfTestReport:
         same_chunk: within chunk 1, when tokens of chunk 1 change.
         after_jump: in chunk 2, when tokens of chunk 1 change. 0 means that chunks are cut apart.
         neighbour: in the other documents of the row, when chunk 1 changes (0 where rows are not packed).
-        own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored.
+        own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored; None that the
+            target leaves no room for another skip.
         other_row: in the other row, when this row's skip changes.
         packed: whether rows hold several documents.
         attention: the attention implementation.
@@ -44,14 +45,15 @@ class SelfTestReport:
     same_chunk: float
     after_jump: float
     neighbour: float
-    own_positions: float
+    own_positions: float | None
     other_row: float
     packed: bool
     attention: str
 
     def problems(self) -> list[str]:
         """Sentences that say what is wrong and what to set; empty when training can work."""
-        values = (self.same_chunk, self.after_jump, self.neighbour, self.own_positions, self.other_row)
+        own = self.own_positions if self.own_positions is not None else self.same_chunk
+        values = (self.same_chunk, self.after_jump, self.neighbour, own, self.other_row)
         if not all(math.isfinite(value) for value in values):
             return [
                 f"the logits are not finite ({values}). Train in bf16 or fp32, and check the base model on plain text"
@@ -61,27 +63,32 @@ class SelfTestReport:
         if self.same_chunk == 0.0:
             found.append("logits do not depend on the tokens at all: the model's weights may not be loaded")
         elif self.after_jump <= nothing:
-            packing = "turn packing off, or " if self.packed else ""
+            advice = "Turn packing off, or use" if self.packed else "Use"
             found.append(
                 f"chunk 2 does not see chunk 1 (change of logits {self.after_jump:.3g}, within chunk 1 "
-                f"{self.same_chunk:.3g}): the attention function reads the jump as a new document, and nothing long "
-                f"would be learned. {packing.capitalize()}use attn_implementation sdpa, eager or flash_attention_2, and "
-                "keep the attention_mask that PoSECollator returns"
+                f"{self.same_chunk:.3g}): the attention function reads the jump as a new document, and "
+                f"nothing long would be learned. {advice} attn_implementation sdpa, eager "
+                f"or flash_attention_2, and keep the attention_mask that PoSECollator returns"
             )
         if self.neighbour > nothing:
             found.append(
                 f"packed documents see each other (change of logits {self.neighbour:.3g}). Turn packing off "
-                "(Axolotl: sample_packing: false; TRL: packing=False), or use a batch size of 1 with FlashAttention"
+                "(Axolotl: sample_packing: false; TRL: packing=False), or use a batch size of 1 with "
+                "FlashAttention"
             )
-        if self.same_chunk > 0 and self.own_positions <= nothing:
+        # Of a chunk that is cut off only distances within it count, so a new skip changes nothing and tells nothing;
+        # and where rows share positions, it is one row that moves both or none.
+        if self.after_jump > nothing and own <= nothing and self.other_row <= nothing:
             found.append(
-                f"logits do not follow position_ids (change {self.own_positions:.3g}): a fused RoPE kernel or the "
-                "model's own code ignores them. Turn the kernel off (Liger: liger_rope: false, use_liger_kernel=False)"
+                f"logits do not follow position_ids (change {own:.3g}): a fused RoPE kernel or the model's "
+                f"own code ignores them. Turn the kernel off (Liger: liger_rope: false, "
+                f"use_liger_kernel=False)"
             )
         if self.other_row > nothing:
             found.append(
-                f"one row's positions move another row's logits (change {self.other_row:.3g}): the RoPE kernel uses "
-                "one row's positions for the whole batch. Turn it off (Liger: liger_rope: false), or use a batch of 1"
+                f"one row's positions move another row's logits (change {self.other_row:.3g}): the RoPE "
+                f"kernel uses one row's positions for the whole batch. Turn it off (Liger: liger_rope: "
+                f"false), or use a batch of 1"
             )
         return found
 
@@ -115,7 +122,8 @@ def self_test(
         SelfTestError: with what was seen and what to set.
     """
     run = forward or (lambda batch: model(**batch).logits)
-    probe = _Probe(model, collator, pack, rows, min(length, collator.settings.target_length))
+    # At most half of the target, so that there is room for a jump.
+    probe = _Probe(model, collator, pack, rows, max(8, min(length, collator.settings.target_length // 2)))
     states = [(module, module.training) for module in model.modules()]
     # Equal random states make dropout masks equal, so that a change of logits has one cause.
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -186,8 +194,8 @@ class _Probe:
         if self.pack == "seq_lengths":
             return [
                 {
-                    "input_ids": sum((document["input_ids"] for document in row), []),
-                    "labels": sum((document["labels"] for document in row), []),
+                    "input_ids": [token for document in row for token in document["input_ids"]],
+                    "labels": [label for document in row for label in document["labels"]],
                     "seq_lengths": [len(document["input_ids"]) for document in row],
                 }
                 for row in features
@@ -200,7 +208,7 @@ class _Probe:
         flat = [(row, document) for row, sizes in enumerate(self.sizes) for document in range(len(sizes))]
         for (row, document), tokens in zip(flat, documents, strict=True):
             indices = np.arange(len(tokens))
-            free = settings.target_length - len(tokens)
+            free = max(settings.target_length - len(tokens), 0)
             skip = free // 2 if document == self.document else free // 3
             if row == move_row and document == self.document:
                 skip = free // 4
@@ -211,11 +219,9 @@ class _Probe:
     def report(
         self, plain: torch.Tensor, changed: torch.Tensor, moved: torch.Tensor, other: torch.Tensor
     ) -> SelfTestReport:
-        if self.pack and plain.shape[0] == 1 and self.rows > 1:
-            starts = np.cumsum([0] + [sum(row) for row in self.sizes])
-        else:
-            starts = np.zeros(self.rows, dtype=int)
-        flat = len(set(starts.tolist())) > 1
+        flat = plain.shape[0] == 1 and self.rows > 1
+        begins = np.cumsum([0] + [sum(row) for row in self.sizes])
+        starts = begins if flat else np.zeros(self.rows, dtype=int)
         if not flat and not self.pack:
             # Unpacked rows may be padded on the left.
             mask = self.batch()["attention_mask"]
@@ -239,15 +245,13 @@ class _Probe:
         crossed = 0.0
         if self.rows > 1:
             own = min(own, effect(other, last, last_begin + self.jump, last_end))
-            crossed = max(
-                effect(moved, last, last_begin, last_end), effect(other, 0, begin, begin + size)
-            )
-        can_move = self.collator.settings.target_length > size + 1
+            crossed = max(effect(moved, last, last_begin, last_end), effect(other, 0, begin, begin + size))
+        can_move = self.collator.settings.target_length >= size + 2
         return SelfTestReport(
             same_chunk=effect(changed, 0, begin + 1, middle),
             after_jump=effect(changed, 0, middle, begin + size),
             neighbour=max(before, after),
-            own_positions=own if can_move else math.inf,
+            own_positions=own if can_move else None,
             other_row=crossed,
             packed=self.pack is not None,
             attention=self.attention,

@@ -29,7 +29,9 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         pack: how rows are packed, see `self_test`.
     """
     show_log()
-    trainer.add_callback(PoSECallback(trainer, collator, pack))
+    callback = PoSECallback(trainer, collator, pack)
+    trainer.add_callback(callback)
+    _with_rule_undone(trainer, callback)
     for name in ("get_eval_dataloader", "get_test_dataloader"):
         _with_plain_positions(trainer, name, collator)
     save_model = trainer.save_model
@@ -38,7 +40,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         save_model(output_dir, *args, **kwargs)
         if trainer.args.should_save:
-            _complete(trainer, collator, output_dir or trainer.args.output_dir)
+            _complete(trainer, collator, output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
 
@@ -52,7 +54,7 @@ class PoSECallback(TrainerCallback):
         self._next_epoch = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model = kwargs.get("model") or self.trainer.model
+        model: Any = kwargs.get("model") or self.trainer.model
         settings = self.collator.settings
         # After a resume the trainer goes on in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
@@ -80,8 +82,8 @@ class PoSECallback(TrainerCallback):
         trained = self.collator.trained()
         if trained["documents"]:
             log.info(
-                "this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d tokens, "
-                "farthest position %(farthest)d",
+                "this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d "
+                "tokens, farthest position %(farthest)d",
                 trained,
             )
 
@@ -113,10 +115,24 @@ def require_window(config: Any, target_length: int) -> None:
     most = getattr(text, "max_position_embeddings", None)
     if most is None or most < target_length:
         raise PoSEError(
-            f"the model ({text.model_type}) has max_position_embeddings={most}, but target_length={target_length}. Build "
-            f"it from extend_context(config, target_length={target_length}, rope='yarn'); rope='none' keeps the "
-            "frequencies as they are"
+            f"the model ({text.model_type}) has max_position_embeddings={most}, but "
+            f"target_length={target_length}. Build it from extend_context(config, "
+            f"target_length={target_length}, rope='yarn'); rope='none' keeps the frequencies as they are"
         )
+
+
+def _with_rule_undone(trainer: Trainer, callback: PoSECallback) -> None:
+    """A run that ends in an exception does not call `on_train_end`."""
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_undo(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            callback.boundaries.undo()
+
+    trainer.train = train_and_undo  # type: ignore[method-assign]
 
 
 def _with_plain_positions(trainer: Trainer, name: str, collator: PositionCollator) -> None:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from typing import Any
 
-from transformers import DataCollatorForSeq2Seq, Trainer
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 
 from pose_plugin.collator import Collate, PositionCollator
 from pose_plugin.config import parse_settings
@@ -42,13 +42,12 @@ class PoSECollator(PositionCollator):
                 raise PoSEError("PoSECollator needs a tokenizer, or collate=, the collator to wrap")
             if tokenizer.pad_token is None:
                 raise PoSEError(
-                    "PoSECollator: the tokenizer has no pad token, so rows of unlike lengths cannot be stacked. Set one, "
-                    "e.g. tokenizer.pad_token = tokenizer.eos_token"
+                    "PoSECollator: the tokenizer has no pad token, so rows of unlike lengths cannot be "
+                    "stacked. Set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
                 )
             collate = _PadLabels(tokenizer)
-            self._default = True
-        else:
-            self._default = False
+        # Which collator is wrapped when TRL does not need its own.
+        self._own = collate
         side = getattr(tokenizer or getattr(collate, "tokenizer", None), "padding_side", "right")
         super().__init__(collate, parse_settings(settings, where="PoSECollator"), padding_side=side)
         _Watch.add(self)
@@ -77,13 +76,14 @@ class _Watch:
     the collator itself; so its constructor is watched, and left as it was when the last collator is gone.
     """
 
-    _collators: weakref.WeakSet[PoSECollator] = weakref.WeakSet()
+    # Counted, as a WeakSet still holds a collator while its finalizer runs.
+    _alive = 0
     _undo: list[tuple[type, Any]] = []  # noqa: RUF012 - one list for the process, as there is one Trainer class
 
     @classmethod
     def add(cls, collator: PoSECollator) -> None:
-        cls._collators.add(collator)
-        weakref.finalize(collator, cls._release)
+        cls._alive += 1
+        weakref.finalize(collator, cls._release).atexit = False
         if not cls._undo:
             cls._patch(Trainer, _after_trainer)
             sft_trainer = _sft_trainer()
@@ -103,7 +103,8 @@ class _Watch:
 
     @classmethod
     def _release(cls) -> None:
-        if len(cls._collators) == 0:
+        cls._alive -= 1
+        if cls._alive == 0:
             while cls._undo:
                 owner, original = cls._undo.pop()
                 owner.__init__ = original  # type: ignore[misc]
@@ -120,21 +121,26 @@ def _sft_trainer() -> type | None:
 def _after_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **kwargs)
     if isinstance(trainer.data_collator, PoSECollator):
-        bind(trainer, trainer.data_collator, pack=_packing(trainer.args))
+        pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate)
+        bind(trainer, trainer.data_collator, pack=pack)
 
 
 def _around_sft_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """TRL refuses a foreign collator with padding-free rows, so it first makes its own, which is then wrapped."""
+    """TRL refuses a foreign collator with padding-free rows, so it first makes its own, which is then "
+    "wrapped."""
     given = inspect.signature(original).bind(trainer, *args, **kwargs)
     collator = given.arguments.get("data_collator")
     config = given.arguments.get("args")
-    if not isinstance(collator, PoSECollator) or not (_padding_free(config)):
+    if not isinstance(collator, PoSECollator) or not _padding_free(config):
+        if isinstance(collator, PoSECollator):
+            collator.collate = collator._own
         original(trainer, *args, **kwargs)
         return
-    if not collator._default:
+    if not isinstance(collator._own, _PadLabels):
         raise PoSEError(
-            f"padding_free and packing_strategy={getattr(config, 'packing_strategy', None)!r} need TRL's own collator, but "
-            "PoSECollator was given another one to wrap. Leave collate= out, or use packing_strategy='wrapped'"
+            f"padding_free and packing_strategy={getattr(config, 'packing_strategy', None)!r} need TRL's "
+            f"own collator, but PoSECollator was given another one to wrap. Leave collate= out, or use "
+            f"packing_strategy='wrapped'"
         )
     given.arguments["data_collator"] = None
     original(*given.args, **given.kwargs)
@@ -147,6 +153,12 @@ def _packing(args: Any) -> str | None:
     """How rows of this run are packed; TRL's "wrapped" rows hold no borders and are one document each."""
     packed = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") != "wrapped"
     return "seq_lengths" if packed else None
+
+
+def _flattened(collate: Any) -> str | None:
+    """Some collators put a batch into one row without being asked by the trainer."""
+    flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
+    return "seq_lengths" if flat else None
 
 
 def _padding_free(args: Any) -> bool:
