@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
@@ -30,7 +30,6 @@ from tests.integration.axolotl_runs import (
     load_cfg,
     make_base,
     run,
-    train,
 )
 
 pytestmark = pytest.mark.axolotl
@@ -223,7 +222,7 @@ def test_spellings(runs, name):
         from axolotl.integrations.base import PluginManager
         from axolotl.integrations.config import merge_input_args
 
-        from pose_plugin.integrations.axolotl import PosePlugin, PoSEArgs
+        from pose_plugin.integrations.axolotl import PoSEArgs, PosePlugin
 
         live = [p for p in PluginManager().plugins.values() if isinstance(p, PosePlugin) and p._is_live()]
         schemas = [cls.__mro__.count(PoSEArgs) for cls in merge_input_args()]
@@ -242,21 +241,30 @@ def forked_losses(runs: Runs, name: str, **changes: Any) -> list[float]:
     return runs.outcome(name, **changes).value.losses
 
 
-def _without_entry_point(values: dict[str, Any]) -> Run:
-    """A run in which Axolotl 0.21 does not know that the plugin is installed."""
+def _installed(*names: str) -> None:
+    """Makes Axolotl 0.21 find these installed plugins of others in place of ours; before that it looks for none."""
     from axolotl.integrations import base
 
+    manager = base.PluginManager()
+    for name in [name for name in manager.plugins if name.startswith("pose_plugin")]:
+        del manager.plugins[name]
     if hasattr(base, "get_builtin_plugins"):
-        found = base.get_builtin_plugins
-        base.get_builtin_plugins = lambda: tuple(name for name in found() if "pose_plugin" not in name)
+        found = [name for name in base.get_builtin_plugins() if not name.startswith("pose_plugin")]
+        base.get_builtin_plugins = lambda: (*names, *found)
+
+
+def _without_the_plugin(values: dict[str, Any]) -> Run:
+    from axolotl.integrations.base import PluginManager
+
+    _installed()
     done = run(values)
-    assert not any("pose_plugin" in name for name in base.PluginManager().plugins)
+    assert not any("pose_plugin" in name for name in PluginManager().plugins)
     return done
 
 
 @pytest.fixture(scope="module")
 def plain(runs) -> Run:
-    return forked(_without_entry_point, runs.yaml("without", plugins=None, pose=None)).value
+    return forked(_without_the_plugin, runs.yaml("without", plugins=None, pose=None)).value
 
 
 @pytest.mark.parametrize("plugins", [None, ["pose_plugin"], ["pose_plugin", "pose_plugin.PosePlugin"]], ids=str)
@@ -292,8 +300,11 @@ def test_a_broken_plugin_stops_the_run(runs):
     """Axolotl 0.19 logs an ImportError, 0.21 any error of an installed plugin, and both train on."""
 
     def case(values: dict[str, Any]) -> None:
-        for name in [name for name in sys.modules if name.startswith("pose_plugin.integrations")]:
-            del sys.modules[name]
+        from axolotl.integrations.base import PluginManager
+
+        for names in (sys.modules, PluginManager().plugins):
+            for name in [name for name in names if name.startswith(("pose_plugin.integrations", "pose_plugin.Pose"))]:
+                del names[name]
         sys.modules["axolotl.utils.collators.batching"] = None  # type: ignore[assignment]
         load_cfg(values)
 
@@ -448,7 +459,7 @@ def _persistent(values: dict[str, Any]) -> Run:
 def test_packing_leaves_positions_alone(runs):
     """Documents of both runs, which train in windows of 128: the same positions."""
     rows = dict(runs.outcome("in rows", sequence_len=128, max_steps=12).value.documents())
-    packed = dict(runs.outcome("in packs", **{**PACKED, "max_steps": 6}).value.documents())
+    packed = _epochs(runs.outcome("in packs", **{**PACKED, "max_steps": 6}).value.documents())[0]
     both = rows.keys() & packed.keys()
     assert len(both) > 5
     assert all(rows[tokens] == packed[tokens] for tokens in both)
@@ -617,13 +628,8 @@ def _beside_another_collator(values: dict[str, Any], first: bool) -> Run:
 
 def test_another_plugins_collator_first(runs):
     def case(values: dict[str, Any]) -> Run:
-        from axolotl.integrations import base
-
-        if hasattr(base, "get_builtin_plugins"):
-            # 0.21 asks installed plugins first, so that this one always precedes; then another installed one must.
-            found = base.get_builtin_plugins
-            base.get_builtin_plugins = lambda: tuple(n for n in found() if "pose_plugin" not in n)
-            values = {**values}
+        # 0.21 asks installed plugins before listed ones, in the order in which it finds them.
+        _installed("another.Other", "pose_plugin.PosePlugin")
         return _beside_another_collator(values, first=True)
 
     with pytest.raises(CaseError) as error:
@@ -640,8 +646,91 @@ def test_another_plugins_collator_second(runs):
 
 
 # -- examples ------------------------------------------------------------------------------------------------------
-EXAMPLES = sorted((Path(__file__).parents[2] / "example_configs").glob("axolotl_*.yaml"))
+
+FOLDER = Path(__file__).parents[2] / "example_configs"
+# Each example with the window of the base model that it names.
+EXAMPLES = {"axolotl_full": 2048, "axolotl_lora": 8192, "axolotl_qlora": 4096}
+TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} w2 {% endfor %}"
 
 
-def test_examples_are_found():
-    assert {path.stem for path in EXAMPLES} >= {"axolotl_full", "axolotl_lora", "axolotl_qlora"}
+def _example(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in FOLDER.glob("axolotl_*.yaml")} == set(EXAMPLES)
+
+
+def _make_base(folder: Path, window: int) -> None:
+    make_base(folder, max_position_embeddings=window)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_fit_the_schema(runs, name):
+    """As they are, for a machine with a GPU; only the base model is a local one with the same window."""
+
+    def case(values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        from axolotl.cli.config import prepare_plugins
+        from axolotl.integrations.config import merge_input_args
+        from axolotl.utils.config import validate_config
+        from axolotl.utils.dict import DictDefault
+
+        cfg = DictDefault(values)
+        prepare_plugins(cfg)
+        unknown = sorted(set(values) - set(merge_input_args()[1].model_fields))
+        return unknown, validate_config(cfg).to_dict()
+
+    base = runs.home / f"window {EXAMPLES[name]}"
+    forked(_make_base, base, EXAMPLES[name])
+    values = _example(name)
+    outcome = forked(case, {**values, "base_model": str(base)})
+    unknown, cfg = outcome.value
+    assert not unknown
+    assert cfg["pose"] == values["pose"]
+    assert cfg["overrides_of_model_config"]["max_position_embeddings"] == values["pose"]["target_length"]
+    assert cfg["overrides_of_model_config"]["rope_parameters"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(runs, name):
+    """Shrunk: every length by the same factor, two steps, a tiny base, and what a CPU cannot do turned off."""
+    shrink = EXAMPLES[name] // 64
+    values = _example(name)
+    lengths = {key: value // shrink for key, value in values["pose"].items() if key.endswith("_length")}
+    datasets = [{**values["datasets"][0], "path": str(runs.home / "rows.jsonl")}]
+    if datasets[0]["type"] == "chat_template":
+        chats = runs.home / "chats.jsonl"
+        chats.write_text("".join(json.dumps({"messages": _chat(row)}) + "\n" for row in _rows(runs.home)))
+        datasets[0] |= {"path": str(chats), "chat_template": "jinja", "chat_template_jinja": TEMPLATE}
+    ours = {key: value for key, value in base_yaml(runs.home).items() if key in ("base_model", "special_tokens")}
+    changes = {
+        **ours,
+        "pose": {**values["pose"], **lengths},
+        "sequence_len": values["sequence_len"] // shrink,
+        "datasets": datasets,
+        "output_dir": str(runs.folder(name) / "out"),
+        "dataset_prepared_path": str(runs.folder(name) / "prepared"),
+        "dataset_num_proc": 1,
+        "max_steps": 2,
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": False,
+        "fp16": False,
+        **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False),
+    }
+    if "val_set_size" in values:
+        changes["val_set_size"] = 0.2
+    done = forked(run, {**values, **changes}).value
+    assert len(done.losses) == 2 and np.isfinite(done.losses).all() and done.moved
+    assert any((np.diff(positions) > 1).any() for _, positions in done.documents())
+    assert max(positions[-1] for _, positions in done.documents()) > 64
+    assert json.loads((runs.folder(name) / "out" / "config.json").read_text())["max_position_embeddings"] == TARGET
+
+
+def _chat(row: str) -> list[dict[str, str]]:
+    words = row.split()
+    return [
+        {"role": "user", "content": " ".join(words[:10])},
+        {"role": "assistant", "content": " ".join(words[10:])},
+    ]
