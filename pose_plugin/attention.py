@@ -86,10 +86,17 @@ def restart_boundaries() -> Iterator[None]:
         boundaries.undo()
 
 
+def text_config(model: Any) -> Any:
+    """The config of the (text) model; DDP and other wrappers have none, but hold the model as `module`."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def attention_function(model: Any) -> str:
     """The name of the attention implementation a model runs, e.g. "sdpa"."""
-    config = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pose_plugin.attention import attention_function
+from pose_plugin.attention import attention_function, text_config
 from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import SelfTestError
 from pose_plugin.positions import Window
@@ -164,7 +164,7 @@ class _Probe:
         self.collator, self.pack, self.rows = collator, pack, rows
         self.attention = attention_function(model)
         self.device = next(model.parameters()).device
-        vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        vocabulary = int(text_config(model).vocab_size)
         # Rows of unlike lengths, so that there is padding where the collator pads.
         documents = 3 if pack else 1
         self.sizes = [[length - row - document for document in range(documents)] for row in range(rows)]

@@ -128,6 +128,21 @@ def points(text):
     return [line for line in text.splitlines() if line.startswith("- ")]
 
 
+class OnlyAModule(torch.nn.Module):
+    """As DistributedDataParallel: the config is the inner module's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch):
+        return self.module(**batch)
+
+
+def test_a_wrapper_without_a_config():
+    assert self_test(OnlyAModule(model(attention="eager")), collator()).attention == "eager"
+
+
 class Wrapped(torch.nn.Module):
     """A wrapper that changes what the model gets."""
 

@@ -1,0 +1,127 @@
+"""Supervised fine-tuning with TRL: a window of 128 tokens is trained, 2048 are reached. One file, to copy from.
+
+    python example_configs/quickstart/make_data.py
+    python example_configs/trl_sft.py --evaluate            # the tiny base of the quick start, on CPU
+
+    # Two processes on CPU; on GPUs leave the flags out, `accelerate launch example_configs/trl_sft.py …` is enough.
+    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+        example_configs/trl_sft.py --steps 20
+
+    # A real model and rows of {"text": …} or {"messages": […]}.
+    python example_configs/trl_sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --target-length 131072 \\
+        --train-length 4096 --steps 1000 --batch-size 1 --lora
+
+What differs from any other SFTTrainer script are the two calls marked (1) and (2).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from pose_plugin import PoSECollator, extend_context
+
+QUICKSTART = Path(__file__).parent / "quickstart"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=str(QUICKSTART / "base"), help="name or folder of the base model")
+    parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="a JSONL file")
+    parser.add_argument("--target-length", type=int, default=2048, help="the window that is wanted, in tokens")
+    parser.add_argument("--train-length", type=int, default=128, help="the window that is trained, in tokens")
+    parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, dynamic, auto, none")
+    parser.add_argument("--content", default="skip", help="skip for long texts, contiguous for chats")
+    parser.add_argument("--output", default="outputs/trl_sft", help="folder to save to")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=16, help="rows a step and process")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="2e-5 for a large model in full")
+    parser.add_argument("--lora", action="store_true", help="train an adapter instead of all weights")
+    parser.add_argument("--evaluate", action="store_true", help="passkey retrieval before and after")
+    parser.add_argument("--trials", type=int, default=20, help="passkeys at each length")
+    return parser.parse_args()
+
+
+def passkey_table(model: Any, tokenizer: Any, args: argparse.Namespace) -> str:
+    """Share of passkeys found, at lengths from the trained window to the target."""
+    from pose_plugin.evaluation.passkey import passkey
+
+    lengths = [args.train_length]
+    while lengths[-1] * 2 < args.target_length:
+        lengths.append(lengths[-1] * 2)
+    found = passkey(model, tokenizer, [*lengths, args.target_length], trials=args.trials).by_length
+    return "  ".join(f"{length}: {accuracy.value:.0%}" for length, accuracy in found.items())
+
+
+def main() -> None:
+    args = arguments()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    # (1) The model is built from the extended config.
+    config = extend_context(AutoConfig.from_pretrained(args.model), args.target_length, rope=args.rope)
+    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, attn_implementation="sdpa")
+
+    adapter = None
+    if args.lora:
+        from peft import LoraConfig
+
+        # Norms and embeddings are trained along, as a new RoPE asks for more than the projections (LongLoRA).
+        norms = [name for name, _ in model.named_modules() if name.endswith(("layernorm", "norm"))]
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", modules_to_save=norms or None)
+
+    trainer = SFTTrainer(
+        model,
+        args=SFTConfig(
+            output_dir=args.output,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            learning_rate=args.learning_rate,
+            warmup_steps=10,
+            # `content: skip` takes its window out of the whole document, so TRL must not shorten it before.
+            max_length=args.train_length if args.content == "contiguous" else None,
+            bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+            gradient_checkpointing=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=load_dataset("json", data_files=str(args.data), split="train"),
+        processing_class=tokenizer,
+        # (2) The collator draws positions from the whole target.
+        data_collator=PoSECollator(
+            tokenizer,
+            target_length=args.target_length,
+            train_length=args.train_length,
+            rope=args.rope,
+            content=args.content,
+        ),
+        peft_config=adapter,
+    )
+    main_process = trainer.is_world_process_zero()
+    if args.evaluate and main_process:
+        print("passkey before:", passkey_table(trainer.model, tokenizer, args), flush=True)
+    trainer.accelerator.wait_for_everyone()
+
+    trainer.train()
+    trainer.save_model(args.output)
+
+    if args.evaluate and main_process:
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        print("passkey after: ", passkey_table(trained, tokenizer, args), flush=True)
+    trainer.accelerator.wait_for_everyone()
+    if main_process:
+        print(f"saved to {args.output}")
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
