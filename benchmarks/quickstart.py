@@ -11,13 +11,15 @@ table in README.md and the picture docs/figures/quickstart.png. Judging seeds we
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
+
+from common import canvas
 
 ROOT = Path(__file__).parent.parent
 CUT_APART = {
@@ -27,16 +29,11 @@ MARKS = ("<!-- quickstart table: written by benchmarks/quickstart.py -->", "<!--
 
 
 def quickstart() -> Any:
-    spec = importlib.util.spec_from_file_location("quickstart_run", ROOT / "example_configs/quickstart/run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # The judging processes import it by this name.
-    import sys
+    # By this path, since the judging processes import it by its name.
+    sys.path.insert(0, str(ROOT / "example_configs" / "quickstart"))
+    import run
 
-    sys.modules["quickstart_run"] = module
-    sys.path.insert(0, str(ROOT / "example_configs/quickstart"))
-    spec.loader.exec_module(module)
-    return module
+    return run
 
 
 def summary(reports: list[Any], lengths: list[int]) -> dict[str, Any]:
@@ -74,30 +71,22 @@ def with_table(readme: str, text: str) -> str:
 
 
 def draw(models: dict[str, Any], lengths: list[int], path: Path) -> None:
-    from pose_plugin.evaluation.figures import require_matplotlib
-
-    plt = require_matplotlib()
-    figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    styles = {"PoSE": {"color": "#c0392b", "linewidth": 2.6, "zorder": 5}}
-    for name, row in models.items():
-        means = [row["passkey"][str(n)]["mean"] for n in lengths]
-        axes.plot(lengths, means, marker="o", label=name, **styles.get(name, {"linewidth": 1.4, "alpha": 0.85}))
-        seeds = list(zip(*(row["passkey"][str(n)]["seeds"] for n in lengths), strict=True))
-        axes.fill_between(lengths, [min(s[i] for s in seeds) for i in range(len(lengths))],
-                          [max(s[i] for s in seeds) for i in range(len(lengths))], alpha=0.12,
-                          color=axes.lines[-1].get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(n) for n in lengths])
-    axes.axvline(128, color="grey", linestyle=":", linewidth=1)
-    axes.text(131, 0.5, "trained window", color="grey", rotation=90, va="center", fontsize=8)
-    axes.set_xlabel("prompt, tokens")
-    axes.set_ylabel("passkey retrieved")
-    axes.set_ylim(-0.03, 1.05)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with canvas(path, 7.2, 3.4) as (figure, (axes,)):
+        for name, row in models.items():
+            means = [row["passkey"][str(n)]["mean"] for n in lengths]
+            style = {"color": "#c0392b", "linewidth": 2.6, "zorder": 5} if name == "PoSE" else {"linewidth": 1.3}
+            (line,) = axes.plot(lengths, means, marker="o", label=name, **style)
+            seeds = [row["passkey"][str(n)]["seeds"] for n in lengths]
+            low, high = [min(values) for values in seeds], [max(values) for values in seeds]
+            axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n}\n{n // lengths[0]}×" for n in lengths])
+        axes.axvline(lengths[0], color="grey", linestyle=":", linewidth=1)
+        axes.text(lengths[0] * 1.04, 0.5, "trained window", color="grey", rotation=90, va="center")
+        axes.set_xlabel("prompt, tokens")
+        axes.set_ylabel("passkey retrieved")
+        axes.set_ylim(-0.03, 1.05)
+        figure.legend(loc="outside right upper")
 
 
 def main() -> None:

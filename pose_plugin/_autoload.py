@@ -59,7 +59,7 @@ class _Finder:
         finally:
             self._looking.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
     def imported(self, module: ModuleType) -> None:

@@ -75,7 +75,7 @@ class PoSESettings(_Strict):
         None,
         description="L_c, the trained window in tokens; default: Axolotl's sequence_len, or each row's own length",
     )
-    rope: RopeSettings = Field(default_factory=RopeSettings, description="how the frequencies are stretched")
+    rope: RopeSettings = Field(RopeSettings(), description="how the frequencies are stretched")
     sampler: SamplerName = Field("pose", description="where the chunks of a window are put")
     chunks: PositiveInt = Field(2, description="N, the chunks of a window (sampler pose)")
     variant: Literal["paper", "reference"] = Field(
@@ -112,6 +112,12 @@ class PoSESettings(_Strict):
                 f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
                 f"chunks={self.chunks}; write content: window, which takes one piece from anywhere in the document"
             )
+        for name in ("chunks", "variant"):
+            if self.sampler in ("none", "randpos") and name in self.model_fields_set:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect with sampler={self.sampler}; remove it, or write "
+                    "sampler: pose"
+                )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
                 f"content={self.content} takes a window out of a longer document and needs train_length, "
@@ -155,6 +161,6 @@ def _sentence(item: Any, where: str) -> str:
     meaning = f" ({field.description})" if field is not None and field.description else ""
     value = item["input"]
     hint = ""
-    if kind == "int_type" and isinstance(value, float) and value == int(value):
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
         hint = f"; write {int(value)}"
     return f"{key}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}{hint}{meaning}"

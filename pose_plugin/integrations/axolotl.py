@@ -7,6 +7,7 @@ do nothing without a `pose:` block.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ class PosePlugin(BasePlugin):
                     "RoPE extension. Write merge_method: legacy"
                 )
             cfg["merge_method"] = "legacy"
+            if cfg.get("merge_lora"):
+                _mend_after_the_merge()
 
     def get_input_args(self) -> str | None:
         return f"{PoSEArgs.__module__}.{PoSEArgs.__qualname__}" if self._is_live() else None
@@ -220,8 +223,25 @@ def _mend_merged(cfg: Any) -> None:
 
     folder = Path(cfg.output_dir) / "merged"
     config = load_model_config(cfg)
-    config.save_pretrained(folder)
+    if cfg.get("merge_method") != "legacy":
+        # The legacy method saves the model's own config, with the override and the merged dtype.
+        config.save_pretrained(folder)
     complete_folder(folder, config, settings_of(cfg))
+
+
+def _mend_after_the_merge() -> None:
+    """Stands in for `post_lora_merge` where Axolotl has no such hook; gone after the one merge of the process."""
+    from axolotl.cli import merge_lora as module
+
+    merge = module.do_merge_lora
+
+    @functools.wraps(merge)
+    def merge_and_mend(*, cfg: Any) -> None:
+        module.do_merge_lora = merge
+        merge(cfg=cfg)
+        _mend_merged(cfg)
+
+    module.do_merge_lora = merge_and_mend
 
 
 def _plain(value: Any) -> Any:

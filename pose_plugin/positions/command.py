@@ -142,6 +142,9 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
         wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
     settings: dict[str, PoSESettings] = {}
     for values in wanted:
+        if values["sampler"] in ("randpos", "none"):
+            # They have no chunks; what --chunks says is for the others.
+            values = {name: value for name, value in values.items() if name not in ("chunks", "variant")}
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)
     if args.target_length + args.target_margin > _MOST_POSITIONS:

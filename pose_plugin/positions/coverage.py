@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pose_plugin.config import PoSESettings
+from pose_plugin.errors import PoSEError
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
 from pose_plugin.positions.windows import _layout
@@ -56,10 +57,13 @@ def coverage(settings: PoSESettings, window: int | None = None, draws: int = 800
         window: n in tokens; default `settings.train_length`.
         draws: rows to simulate; the standard error of a chance p is √(p(1−p)/draws).
         seed: of the simulation.
+
+    Raises:
+        PoSEError: neither `window` nor `train_length` is given.
     """
     size = window or settings.train_length
     if size is None:
-        raise ValueError("coverage needs a window: set train_length, or pass window=")
+        raise PoSEError("coverage needs a window: set train_length to the window's tokens, or pass window=")
     target = settings.target_length
     generator = np.random.default_rng(seed)
     counts = np.zeros(target + 1)

@@ -34,23 +34,21 @@ class Draws:
     """
 
     def __init__(self, generators: Sequence[np.random.Generator] | np.random.Generator, rows: int | None = None):
-        if isinstance(generators, np.random.Generator):
-            if rows is None:
-                raise TypeError("a single generator needs the number of rows")
-            self._shared, self._each, self.rows = generators, None, rows
-        else:
-            self._shared, self._each, self.rows = None, list(generators), len(generators)
+        self._shared = generators if isinstance(generators, np.random.Generator) else None
+        self._each = [] if isinstance(generators, np.random.Generator) else list(generators)
+        if self._shared is not None and rows is None:
+            raise TypeError("a single generator needs the number of rows")
+        self.rows = len(self._each) if rows is None else rows
 
     def uniform(self, columns: int) -> np.ndarray:
         """Uniform on [0, 1), shape (rows, columns)."""
         if self._shared is not None:
             return self._shared.random((self.rows, columns))
-        assert self._each is not None
         return np.stack([generator.random(columns) for generator in self._each])
 
     def subset(self, row: int, size: int, below: int) -> np.ndarray:
         """`size` distinct sorted integers of 0…below−1, every subset equally likely, shape (size,)."""
-        generator = self._shared if self._shared is not None else self._each[row]  # type: ignore[index]
+        generator = self._shared if self._shared is not None else self._each[row]
         return np.sort(generator.choice(below, size=size, replace=False, shuffle=False))
 
 
