@@ -27,8 +27,8 @@ LENGTHS = [128, 256, 512, 1024, 2048]
 # What is trained, and how its YAML differs from pose.yaml.
 RUNS: dict[str, dict[str, Any]] = {
     "PoSE": {},
-    "no skip": {"sampler": "none", "content": "window"},
-    "RandPos": {"sampler": "randpos", "content": "window"},
+    "no skip": {"pose": {"sampler": "none", "content": "window"}},
+    "RandPos": {"pose": {"sampler": "randpos", "content": "window"}},
 }
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -45,13 +45,13 @@ def folder_of(name: str, output: Path) -> Path:
 
 
 def write_config(name: str, changes: dict[str, Any], output: Path, seed: int, steps: int | None) -> Path:
-    """pose.yaml with the run's changes, seed and folders."""
+    """pose.yaml with the run's changes, seed and folders; returns the file."""
     import yaml
 
     config = yaml.safe_load((HERE / "pose.yaml").read_text(encoding="utf-8"))
     config["base_model"] = str(HERE / "base")
     config["datasets"][0]["path"] = str(output / "data" / "train.jsonl")
-    config["pose"] |= {"seed": seed, **changes}
+    config |= {**changes, "pose": {**config["pose"], "seed": seed, **changes.get("pose", {})}}
     config["seed"] = 42 + seed
     folder = folder_of(name, output)
     config["output_dir"] = str(folder)
@@ -73,8 +73,7 @@ def command(arguments: list[str], log: Path) -> None:
         raise SystemExit(f"{' '.join(arguments)} failed with code {code}. The end of {log}:\n{tail}")
 
 
-def train(name: str, output: Path, seed: int, steps: int | None) -> None:
-    config = write_config(name, RUNS[name], output, seed, steps)
+def train(config: Path) -> None:
     command([sys.executable, "-m", "axolotl.cli.main", "train", str(config), "--launcher", "python"], config.with_name("train.log"))
 
 
@@ -114,7 +113,15 @@ def timed(what: str, step: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def run(output: Path, seed: int, trials: int, jobs: int, steps: int | None = None) -> Any:
+def run(
+    output: Path,
+    seed: int = 0,
+    trials: int = 50,
+    jobs: int = 2,
+    steps: int | None = None,
+    runs: dict[str, dict[str, Any]] = RUNS,
+) -> Any:
+    """Trains and judges `runs` beside the untrained base; returns the `Report`, which is also printed and written."""
     from pose_plugin.evaluation.report import Report
 
     os.environ.update(QUIET)
@@ -129,13 +136,13 @@ def run(output: Path, seed: int, trials: int, jobs: int, steps: int | None = Non
             return judges.submit(judge, sources, output, trials, seed).result()
 
         def learn(name: str) -> list[Any]:
-            timed(f"axolotl train, {name}", train, name, output, seed, steps)
+            timed(f"axolotl train, {name}", train, write_config(name, runs[name], output, seed, steps))
             return timed(f"judging {name}", judged, [(name, str(folder_of(name, output)), False)])
 
         before = pool.submit(
             timed, "judging the base model", judged, [("original", base, False), ("RoPE only", base, True)]
         )
-        after = [pool.submit(learn, name) for name in RUNS]
+        after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
     files = report.write(output)
     print(f"\n{report.text()}\n\nThe extended model is in {folder_of('PoSE', output)}")

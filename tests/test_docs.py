@@ -1,0 +1,130 @@
+"""What README and docs say is what happens: snippets and commands are run, figures come from benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_llama, make_tokenizer
+from tests.forked import forked
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(program: str) -> list[list[str]]:
+    """Every command line of the pages that begins with the program, continuation lines joined."""
+    lines = [
+        line for page in PAGES for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
+
+
+def test_options_page_is_the_settings():
+    spec = importlib.util.spec_from_file_location("make_options", ROOT / "docs" / "make_options.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == module.page()
+
+
+def test_links_and_pictures_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_trl_snippet(tmp_path):
+    pytest.importorskip("trl")
+    (snippet,) = blocks(ROOT / "README.md", "python")
+
+    def case():
+        import trl
+        from datasets import Dataset
+
+        make_llama(max_position_embeddings=2048).save_pretrained(tmp_path / "base")
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / "base")
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[]
+        )
+        names = {
+            "base": str(tmp_path / "base"),
+            "tokenizer": tokenizer,
+            "args": args,
+            "dataset": Dataset.from_list([{"text": "w9 w10 w11 w12 " * 10}] * 4),
+            "SFTTrainer": trl.SFTTrainer,
+        }
+        exec(snippet, names)
+        names["trainer"].train()
+        names["trainer"].save_model()
+        return json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"]
+
+    assert forked(case).value == 32768
+
+
+def test_reload_snippet_loads_model_and_adapter(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    (snippet,) = blocks(ROOT / "docs" / "how.md", "python")
+
+    def case():
+        import os
+
+        from peft import LoraConfig, get_peft_model
+
+        from pose_plugin.config import parse_settings
+        from pose_plugin.rope import extend_context
+        from pose_plugin.serving import complete_folder
+
+        os.chdir(tmp_path)
+        plain = make_llama()
+        plain.save_pretrained("base")
+        settings = parse_settings({"target_length": 512})
+        extended = type(plain).from_pretrained("base", config=extend_context(plain.config, 512))
+        extended.save_pretrained("outputs/full")
+        complete_folder("outputs/full", extended.config, settings)
+        get_peft_model(extended, LoraConfig(target_modules=["q_proj"])).save_pretrained("outputs/adapter")
+        complete_folder("outputs/adapter", extended.config, settings)
+        names: dict = {}
+        exec(snippet, names)
+        return names["model"].config.max_position_embeddings
+
+    assert forked(case).value == 512
+
+
+def test_coverage_commands(tmp_path, monkeypatch, capsys):
+    from pose_plugin.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    lines = commands("pose-plugin coverage")
+    assert lines
+    for line in lines:
+        assert main(line[1:]) == 0
+        assert "distance" in capsys.readouterr().out
+
+
+def test_quick_start_commands_name_files_that_exist():
+    for line in commands("python example_configs") + commands("axolotl train example_configs"):
+        script = next(word for word in line if word.startswith("example_configs"))
+        assert (ROOT / script).exists(), line
+
+
+def test_readme_yaml_is_a_valid_block():
+    import yaml
+
+    from pose_plugin.config import parse_settings
+
+    (text,) = blocks(ROOT / "README.md", "yaml")
+    values = yaml.safe_load(text)
+    assert values["plugins"] == ["pose_plugin"]
+    settings = parse_settings({**values["pose"], "train_length": values["sequence_len"]})
+    assert (settings.train_length, settings.target_length, settings.rope.type) == (2048, 32768, "yarn")
