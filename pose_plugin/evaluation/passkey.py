@@ -133,7 +133,8 @@ class PasskeyResult:
         depths = "drawn at random" if self.depths is None else ", ".join(map("{:g}".format, self.depths))
         return (
             f"Passkey retrieval: {'/'.join(map(str, per_length))} prompts a length, 5-digit keys, depths "
-            f"{depths}, seed {self.seed}; prompt and answer together are exactly `length` tokens; greedy "
+            f"{depths}, seed {self.seed}; prompt and answer together are exactly `length` tokens (a space that is a "
+            f"token of its own ends the prompt); greedy "
             "decoding of as many tokens as the answer has; correct if the first run of digits is the key."
         )
 

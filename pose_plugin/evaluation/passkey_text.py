@@ -128,7 +128,11 @@ class PasskeyBuilder:
         cut = round(depth * room)
         lines = [self._prefix, filler[:cut], self._key_ids(key), filler[cut:], self._question]
         prompt = [*lines[0], *(token for line in lines[1:] for token in [*self._newline, *line])]
-        ids = prompt + self._answer_ids(key)
+        answer = self._answer_ids(key)
+        # Where a space is a token of its own, it is no part of the key: the prompt ends behind it. A small model that
+        # knows the key may still write another word there, as "is" is followed by colours all over the filler.
+        spaces = next((i for i, token in enumerate(answer) if self.tokenizer.decode([token]).strip()), 0)
+        prompt, ids = prompt + answer[:spaces], prompt + answer
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return PasskeyDocument(ids, len(prompt), text, key, depth)
 

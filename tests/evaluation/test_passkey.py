@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import greedy
 from pose_plugin.evaluation.passkey import (
+    PasskeyTemplate,
     Accuracy,
     PasskeyResult,
     PasskeyTrial,
@@ -68,13 +69,22 @@ def first_digits(text: str) -> str:
     return found
 
 
-def test_an_answer_behind_a_line_break_is_found_token_by_token(tokenizers_by_name):
-    """Llama-like tokenizers write ▁ 1 2 3 4 5; after a line break there is still room for the key."""
-    tokenizer = tokenizers_by_name["with BOS"]
-    right, line_break = right_answer(tokenizer), tokenizer.convert_tokens_to_ids("<0x0A>")
-    mark = tokenizer.convert_tokens_to_ids("▁")
-    model = RuleModel(lambda ids: line_break if right(ids) == mark else right(ids), len(tokenizer))
-    result = passkey(model, tokenizer, [256], trials=3, **QUIET)
+SENTENCE = PasskeyTemplate(answer=" {key}.")
+"""An answer with a token more than its digits, so that a wrong first token does not settle it."""
+
+
+def test_an_answer_behind_another_token_is_found_token_by_token(tokenizer):
+    right = right_answer(tokenizer)
+    space, line_break = tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"])
+
+    def rule(ids):
+        if ids[-1] == space:
+            return line_break
+        behind = len(ids) - ids[::-1].index(space)
+        return right(ids[:behind] + ids[behind + 1 :])  # as if the line break were not there
+
+    model = RuleModel(rule, len(tokenizer))
+    result = passkey(model, tokenizer, [256], trials=3, template=SENTENCE, **QUIET)
     assert result.by_length[256] == Accuracy(3, 3)
     assert [trial.answer for trial in result.trials] == ["\n" + trial.key for trial in result.trials]
 
@@ -108,14 +118,14 @@ def test_one_forward_settles_wrong_digits_and_logits_stay_small(tokenizer):
     model = RuleModel(lambda ids: seven[0] if right(ids) in digits else right(ids), len(tokenizer))
     passkey(model, tokenizer, [512], trials=10, batch_size=4, **QUIET)
     answer = len(build_document(tokenizer, 512, 0.5, "12345").answer)
-    assert answer == 6
+    assert answer == 5  # the space before the key is a token of its own and ends the prompt
     assert model.forwards == [(4, answer + 1), (4, answer + 1), (2, answer + 1)]
 
 
 def test_what_one_forward_leaves_open_is_decoded_in_batches(tokenizer):
-    """The answer is a space and five digits; after another first token five digits still fit."""
+    """The answer is five digits and a full stop; after another first token five digits still fit."""
     model = RuleModel(constant(tokenizer.convert_tokens_to_ids(".")), len(tokenizer))
-    passkey(model, tokenizer, [512], trials=4, batch_size=4, **QUIET)
+    passkey(model, tokenizer, [512], trials=4, batch_size=4, template=SENTENCE, **QUIET)
     assert model.forwards == [(4, 7)] + 6 * [(4, 1)]
 
 
