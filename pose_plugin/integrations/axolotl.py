@@ -59,8 +59,8 @@ class PosePlugin(BasePlugin):
         if cfg.get("pose") is None:
             if listed and self._is_live():
                 log.warning(
-                    "plugins names pose_plugin, but there is no `pose:` block: this run trains as without it. Add one, e.g. "
-                    "`pose: {target_length: 32768}`, or remove the plugin"
+                    "plugins names pose_plugin, but there is no `pose:` block: this run trains as without it. Add one, "
+                    "e.g. `pose: {target_length: 32768}`, or remove the plugin"
                 )
             return
         if not listed:
@@ -83,8 +83,8 @@ class PosePlugin(BasePlugin):
             # The other method copies the base's config.json, without the override; there is no hook to mend it.
             if cfg.get("merge_method") == "memory_efficient":
                 raise PoSEError(
-                    "merge_method=memory_efficient would write the base's config.json into the merged model, without the "
-                    "RoPE extension. Write merge_method: legacy"
+                    "merge_method=memory_efficient would write the base's config.json into the merged model, without "
+                    "the RoPE extension. Write merge_method: legacy"
                 )
             cfg["merge_method"] = "legacy"
             if cfg.get("merge_lora"):
@@ -149,8 +149,8 @@ def settings_of(cfg: Any) -> PoSESettings:
     settings = parse_settings(block)
     if settings.content != "contiguous" and sequence_len and settings.train_length == sequence_len:
         raise PoSEError(
-            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}: no row is "
-            "longer than the window. Raise sequence_len to the documents' length, or write content: contiguous"
+            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}: no row "
+            "is longer than the window. Raise sequence_len to the documents' length, or write content: contiguous"
         )
     return settings
 
@@ -181,8 +181,8 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
     for key in _BUILT_IN:
         if cfg.get(key) is not None:
             raise PoSEError(
-                f"{key}={cfg.get(key)!r} belongs to Axolotl's built-in use_pose, which cannot run beside the `pose:` block. "
-                f"Remove it; ours are pose.target_length and pose.chunks"
+                f"{key}={cfg.get(key)!r} belongs to Axolotl's built-in use_pose, which cannot run beside the `pose:` "
+                "block. Remove it; ours are pose.target_length and pose.chunks"
             )
     for key, why in {
         "pretraining_dataset": "Axolotl gives streamed rows its own collator. Use `datasets:` with type: completion",
@@ -196,8 +196,8 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
     window, sequence_len = settings.train_length, cfg.get("sequence_len")
     if window is not None and sequence_len and window > sequence_len:
         raise PoSEError(
-            f"pose.train_length={window} is longer than sequence_len={sequence_len}, the longest row. Lower it, or raise "
-            "sequence_len"
+            f"pose.train_length={window} is longer than sequence_len={sequence_len}, the longest row. Lower it, or "
+            "raise sequence_len"
         )
     if cfg.get("eval_sample_packing") is False or cfg.get("test_datasets") or cfg.get("val_set_size"):
         log.info("evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)

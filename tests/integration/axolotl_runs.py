@@ -103,7 +103,7 @@ def import_axolotl() -> None:
     gc.freeze()
 
 
-def _in_this_process() -> None:
+def in_this_process() -> None:
     """datasets starts interpreters for `num_proc`, which import all of Axolotl again: a minute for 24 rows."""
     from datasets import Dataset
 
@@ -135,7 +135,7 @@ def train(values: dict[str, Any], on_setup: Callable[[Any, Any], None] | None = 
     import axolotl.train as module
     from axolotl.common.datasets import load_datasets
 
-    _in_this_process()
+    in_this_process()
     cfg = load_cfg(values)
     meta = load_datasets(cfg=cfg)
     setup = module.setup_model_and_trainer
