@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.collator import PositionCollator
@@ -154,3 +157,18 @@ def _with_plain_positions(trainer: Trainer, name: str, collator: PositionCollato
 def _complete(trainer: Trainer, collator: PositionCollator, folder: str) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     complete_folder(folder, model.config, collator.settings)
+    if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
+        _resumable(Path(folder) / "config.json")
+
+
+def _resumable(file: Path) -> None:
+    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
+
+    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
+    and dies for want of max_position_embeddings.
+    """
+    if not file.exists():
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values.get("rope_parameters") and values.pop("rope_scaling", None):
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

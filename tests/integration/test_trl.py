@@ -1,0 +1,521 @@
+"""Real runs of TRL and the transformers Trainer on CPU: what reached the model, what was saved, what is "
+"refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from tests.forked import CaseError, forked
+from tests.integration import trl_runs
+from tests.integration.trl_runs import ROWS, STEPS, TARGET, WINDOW
+
+ROOT = Path(__file__).parents[2]
+
+
+def plain(folder):
+    return trl_runs.run(trl_runs.sft(folder, save_strategy="steps", save_steps=2))
+
+
+def workers(count):
+    def case(folder):
+        return trl_runs.run(trl_runs.sft(folder, dataloader_num_workers=count, dataloader_persistent_workers=True))
+
+    return case
+
+
+def options(**config):
+    def case(folder):
+        return trl_runs.run(trl_runs.sft(folder, **config))
+
+    return case
+
+
+def lora(folder):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    return trl_runs.run(trl_runs.sft(folder, peft=adapter, save_strategy="steps", save_steps=4))
+
+
+def assistant_only(folder):
+    trainer = trl_runs.sft(folder, rows=trl_runs.chats(), chat_template=trl_runs.CHAT, assistant_only_loss=True)
+    seen = [(b["labels"].tolist(), b["input_ids"].tolist()) for b in trainer.get_train_dataloader()]
+    return {**trl_runs.run(trainer), "labels": seen}
+
+
+def transformers_trainer(folder, collate=None):
+    """Without TRL: tokenised rows, TrainingArguments, Trainer."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    from pose_plugin import PoSECollator
+
+    model, tokenizer = trl_runs.make_model(folder)
+    data = Dataset.from_list([{"input_ids": [*tokenizer(row["text"])["input_ids"], 2]} for row in trl_runs.texts()])
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(folder / "out"),
+            num_train_epochs=2,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            eval_strategy="epoch",
+            save_strategy="no",
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer,
+        data_collator=PoSECollator(tokenizer, collate, target_length=TARGET, train_length=WINDOW),
+    )
+    return trl_runs.run(trainer)
+
+
+def flattening(folder):
+    from transformers import DataCollatorWithFlattening
+
+    return transformers_trainer(folder, DataCollatorWithFlattening())
+
+
+# The runs, and whether their rows are packed: then no mask reaches the model.
+CASES = {
+    "plain": (plain, False),
+    "two workers": (workers(2), False),
+    "four workers": (workers(4), False),
+    "lora": (lora, False),
+    "wrapped": (options(packing=True, packing_strategy="wrapped"), False),
+    "bfd": (options(packing=True), True),
+    "bfd eager": (options(packing=True, attention="eager"), True),
+    "padding free": (options(padding_free=True, max_length=None), True),
+    "assistant only": (assistant_only, False),
+    "no checkpointing": (options(gradient_checkpointing=False), False),
+    "nll loss": (options(loss_type="nll"), False),
+    "bf16": (options(bf16=True), False),
+    "content skip": (
+        options(max_length=None, pose={"train_length": 12, "content": "skip"}),
+        False,
+    ),
+    "transformers": (transformers_trainer, False),
+    "transformers flattening": (flattening, True),
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Each run is made once, when it is first asked for."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            done[name] = folder, forked(CASES[name][0], folder)
+        return done[name]
+
+    return get
+
+
+def positions(steps):
+    """Tokens → positions of an epoch's documents."""
+    return dict(document for step in steps for document in step)
+
+
+def epochs(result):
+    half = len(result["steps"]) // 2
+    return positions(result["steps"][:half]), positions(result["steps"][half:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run(outcome, name):
+    folder, ran = outcome(name)
+    result, packed = ran.value, CASES[name][1]
+    # In training: positions out of the whole target, with a mask exactly where a row is one document.
+    assert len(result["losses"]) == len(result["steps"])
+    assert result["masked"] == {not packed} or "padding free" in name or "flattening" in name
+    seen = [place for step in result["steps"] for _, places in step for place in places]
+    assert WINDOW < max(seen) < TARGET
+    assert max(seen) <= result["trained"]["farthest"]
+    for step in result["steps"]:
+        for tokens, places in step:
+            assert places[0] == 0 and list(places) == sorted(set(places)) and len(tokens) <= WINDOW
+    # It learns: the rows are seen twice.
+    half = len(result["losses"]) // 2
+    assert sum(result["losses"][half:]) < sum(result["losses"][:half])
+    # In evaluation: plain positions.
+    assert len(result["eval_losses"]) == 2
+    assert result["evaluation"]
+    assert max(place for batch in result["evaluation"] for row in batch for place in row) < WINDOW
+    # The run was checked, and nothing stays patched.
+    assert "self-test passed" in ran.output
+    assert f"packed={packed}" in ran.output
+    assert not result["rule_left"]
+    # What is saved names the target.
+    saved = folder / "out"
+    assert json.loads((saved / "config.json").read_text())["max_position_embeddings"] == TARGET
+    assert json.loads((saved / "tokenizer_config.json").read_text())["model_max_length"] == TARGET
+    assert json.loads((saved / "pose.json").read_text())["target_length"] == TARGET
+
+
+def test_every_epoch_draws_anew(outcome):
+    first, second = epochs(outcome("plain")[1].value)
+    assert first.keys() == second.keys() and len(first) == ROWS
+    assert all(first[tokens] != second[tokens] for tokens in first)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two workers",
+        "four workers",
+        "lora",
+        "bfd",
+        "padding free",
+        "bf16",
+        "transformers",
+        "transformers flattening",
+    ],
+)
+def test_the_same_documents_have_the_same_positions_in_every_run(outcome, name):
+    expected, seen = epochs(outcome("plain")[1].value), positions(outcome(name)[1].value["steps"])
+    for tokens, places in seen.items():
+        assert places in (expected[0][tokens], expected[1][tokens])
+    # Packed epochs may end within a step; the others halve exactly.
+    if not CASES[name][1]:
+        assert epochs(outcome(name)[1].value) == expected
+    assert seen.keys() == expected[0].keys()
+
+
+def test_workers_change_nothing(outcome):
+    expected = outcome("plain")[1].value
+    for name in ("two workers", "four workers"):
+        assert outcome(name)[1].value["steps"] == expected["steps"]
+        assert outcome(name)[1].value["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert outcome(name)[1].value["trained"] == expected["trained"]
+
+
+@pytest.mark.parametrize("step", [2, 4, 6], ids=["within epoch 0", "between epochs", "within epoch 1"])
+def test_a_resumed_run_has_the_positions_of_the_uninterrupted_one(outcome, step):
+    folder, ran = outcome("plain")
+    assert json.loads((folder / "out" / f"checkpoint-{step}" / "pose.json").read_text())
+
+    def resumed():
+        trainer = trl_runs.sft(folder, save_strategy="steps", save_steps=2, output_dir=str(folder / "again"))
+        return trl_runs.run(trainer, resume=str(folder / "out" / f"checkpoint-{step}"), save=False)
+
+    result = forked(resumed).value
+    assert result["steps"] == ran.value["steps"][step:]
+    assert result["losses"] == pytest.approx(ran.value["losses"], abs=1e-5)
+
+
+def test_a_resumed_adapter(outcome):
+    folder, ran = outcome("lora")
+
+    def resumed():
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+        trainer = trl_runs.sft(folder, peft=adapter, output_dir=str(folder / "again"))
+        return trl_runs.run(trainer, resume=str(folder / "out" / "checkpoint-4"), save=False)
+
+    assert forked(resumed).value["steps"] == ran.value["steps"][4:]
+
+
+def test_assistant_only_loss(outcome):
+    """Labels are TRL's own: answers only, whatever the positions are."""
+    result = outcome("assistant only")[1].value
+    labelled = 0
+    for labels, ids in result["labels"]:
+        for row_labels, row_ids in zip(labels, ids, strict=True):
+            assert row_labels[0] == -100
+            assert {label for label in row_labels if label != -100} <= set(row_ids)
+            labelled += sum(label != -100 for label in row_labels)
+    # Two answers of six words and an end a row.
+    assert labelled == ROWS * 2 * 7
+
+
+def test_content_skip_reads_all_of_the_documents(outcome):
+    result = outcome("content skip")[1].value
+    seen = {token for step in result["steps"] for tokens, _ in step for token in tokens}
+    assert {len(tokens) for step in result["steps"] for tokens, _ in step} == {12}
+    heads = {int(word[1:]) for row in trl_runs.texts() for word in row["text"].split()[:12]}
+    assert seen - heads, "only the first twelve tokens of the rows were read"
+
+
+RELOAD = """
+import json, sys
+sys.modules["pose_plugin"] = None
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+def far_out(model):
+    ids, places = torch.arange(20, 36)[None], torch.arange(300, 316)[None]
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits[0].tolist()
+
+full, adapter, base = sys.argv[1:]
+result = {
+    "full": far_out(AutoModelForCausalLM.from_pretrained(full)),
+    "untrained": far_out(AutoModelForCausalLM.from_pretrained(base)),
+    "length": AutoTokenizer.from_pretrained(full).model_max_length,
+}
+for folder in (adapter, adapter + "/checkpoint-4"):
+    model = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(folder))
+    result[folder] = far_out(PeftModel.from_pretrained(model, folder))
+try:
+    import pose_plugin
+except ImportError:
+    result["blocked"] = True
+print("RESULT" + json.dumps(result))
+"""
+
+
+def quiet():
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def test_saved_folders_load_without_this_package(outcome):
+    """Past the old window of 64, in an interpreter in which the package cannot be imported."""
+    import torch
+
+    full, adapter = outcome("plain"), outcome("lora")
+    folders = [str(full[0] / "out"), str(adapter[0] / "out"), str(adapter[0] / "base")]
+    # The package's entry point in torch is absent where the package is.
+    environment = {**quiet(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert "RESULT" in done.stdout, done.stderr[-3000:]
+    result = json.loads(done.stdout.split("RESULT")[1])
+    assert result["blocked"] and result["length"] == TARGET
+
+    def near(name, expected):
+        torch.testing.assert_close(torch.tensor(result[name]), torch.tensor(expected), atol=1e-5, rtol=0)
+
+    near("full", full[1].value["logits"])
+    near(folders[1], adapter[1].value["logits"])
+    near(folders[1] + "/checkpoint-4", result[folders[1] + "/checkpoint-4"])
+    with pytest.raises(AssertionError):
+        near("untrained", full[1].value["logits"])
+
+
+# --- several processes ----------------------------------------------------------------------------------------
+
+
+def test_two_processes_share_the_positions_of_one(outcome, tmp_path):
+    trl_runs.make_model(tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            *("-m", "tests.integration.trl_runs", str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=quiet(),
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["world"] for rank in ranks] == [2, 2]
+    assert ranks[0]["losses"], "rank 0 logs"
+    expected = epochs(outcome("plain")[1].value)
+    for epoch in range(2):
+        union = {}
+        for rank in ranks:
+            assert len(rank["steps"]) == 2 * STEPS
+            for step in rank["steps"][epoch * STEPS : (epoch + 1) * STEPS]:
+                union |= {tuple(tokens): tuple(places) for tokens, places in step}
+        assert union == expected[epoch]
+
+
+@pytest.fixture
+def example_data(tmp_path):
+    """Rows in the form of the quick start's data, shorter and fewer."""
+    path = tmp_path / "rows.jsonl"
+    rows = [[(start * 7 + i * 3) % 500 + 2 for i in range(200)] for start in range(12)]
+    path.write_text(
+        "".join(json.dumps({"input_ids": r, "attention_mask": [1] * 200, "labels": r}) + "\n" for r in rows)
+    )
+    return path
+
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "accelerate": [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher, extra", [("python", ["--evaluate", "--trials", "2"]), ("accelerate", ["--lora"])])
+def test_the_example(example_data, tmp_path, launcher, extra):
+    command = [
+        *LAUNCHERS[launcher],
+        str(ROOT / "example_configs/trl_sft.py"),
+        *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
+        *("--target-length", "512", *extra),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=quiet())
+    assert done.returncode == 0, done.stderr[-4000:]
+    output = done.stdout + done.stderr
+    assert output.count("this process drew") == (2 if launcher == "accelerate" else 1)
+    assert output.count("self-test passed") == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
+    assert (tmp_path / "out" / "adapter_config.json").exists() is ("--lora" in extra)
+    for word in ("passkey before: 128: ", "passkey after:  128: "):
+        assert (word in done.stdout) is ("--evaluate" in extra)
+
+
+# --- refused --------------------------------------------------------------------------------------------------
+
+
+def refused(case, *words):
+    with pytest.raises(CaseError) as caught:
+        forked(case)
+    text = str(caught.value)
+    for word in words:
+        assert word in text, text[:600]
+
+
+def test_a_model_that_was_not_extended(tmp_path):
+    refused(
+        lambda: trl_runs.run(trl_runs.sft(tmp_path, extended=False)),
+        "PoSEError: the model (llama) has max_position_embeddings=64, but target_length=512. Build it from "
+        "extend_context(config, target_length=512, rope='yarn')",
+    )
+
+
+def test_padding_free_rows_with_a_foreign_collator(tmp_path):
+    from transformers import default_data_collator
+
+    refused(
+        lambda: trl_runs.sft(tmp_path, packing=True, collate=default_data_collator),
+        "PoSEError: padding_free and packing_strategy='bfd' need TRL's own collator",
+        "use packing_strategy='wrapped'",
+    )
+
+
+def test_an_attention_function_that_cannot_be_packed(tmp_path):
+    def case():
+        trainer = trl_runs.sft(tmp_path, packing=True)
+        trainer.model.config._attn_implementation = "xformers"
+        trainer.train()
+
+    refused(case, "PoSEError: attn_implementation=xformers")
+
+
+def test_a_mask_that_is_lost_stops_the_run(tmp_path):
+    def case():
+        trainer = trl_runs.sft(tmp_path)
+        trainer.model.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+        )
+        trainer.train()
+
+    refused(case, "SelfTestError: PoSE self-test", "chunk 2 does not see chunk 1")
+
+
+# --- patches --------------------------------------------------------------------------------------------------
+
+
+def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    from pose_plugin import PoSECollator
+    from tests.conftest import make_tokenizer
+
+    def case():
+        before = Trainer.__init__, SFTTrainer.__init__
+        first = PoSECollator(make_tokenizer(), target_length=64)
+        second = PoSECollator(make_tokenizer(), target_length=64)
+        assert Trainer.__init__ is not before[0] and SFTTrainer.__init__ is not before[1]
+        del first
+        gc.collect()
+        assert Trainer.__init__ is not before[0], "undone while a collator lives"
+        del second
+        gc.collect()
+        assert (Trainer.__init__, SFTTrainer.__init__) == before
+        third = PoSECollator(make_tokenizer(), target_length=64)
+        assert Trainer.__init__ is not before[0], "not patched again"
+        del third
+        gc.collect()
+        assert (Trainer.__init__, SFTTrainer.__init__) == before
+
+    forked(case)
+
+
+def test_the_rule_is_undone_when_training_dies(tmp_path):
+    def case():
+        from transformers import TrainerCallback, masking_utils
+
+        class Dies(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                assert masking_utils.find_packed_sequence_indices is not original
+                raise KeyError("out of memory")
+
+        original = masking_utils.find_packed_sequence_indices
+        trainer = trl_runs.sft(tmp_path, packing=True)
+        trainer.add_callback(Dies())
+        with pytest.raises(KeyError, match="out of memory"):
+            trainer.train()
+        assert masking_utils.find_packed_sequence_indices is original
+
+    forked(case)
+
+
+def test_one_collator_for_two_trainers(tmp_path):
+    """Packed first, then not: the second must not go on with the first one's way of stacking."""
+
+    def case():
+        packed = trl_runs.sft(tmp_path, packing=True)
+        collator = packed.data_collator
+        packed.train()
+        from transformers import masking_utils
+
+        original = masking_utils.find_packed_sequence_indices
+        plain = trl_runs.sft(tmp_path, share=collator)
+        assert plain.data_collator is collator
+        result = trl_runs.run(plain, save=False)
+        assert masking_utils.find_packed_sequence_indices is original
+        return result["masked"]
+
+    assert forked(case).value == {True}
+
+
+def test_other_trainers_are_left_alone(tmp_path):
+    """A trainer without a PoSECollator, made while one lives."""
+
+    def case():
+        from transformers import Trainer, TrainingArguments
+
+        from pose_plugin import PoSECollator
+
+        model, tokenizer = trl_runs.make_model(tmp_path, extended=False)
+        living = PoSECollator(tokenizer, target_length=TARGET)
+        trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+        names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+        assert "PoSECallback" not in names
+        assert "save_model" not in vars(trainer)
+        assert living.training
+
+    forked(case)

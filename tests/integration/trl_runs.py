@@ -1,0 +1,199 @@
+"""Tiny real runs of TRL and of the transformers Trainer on CPU, and a record of what the model was given."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_llama, make_tokenizer
+
+TARGET, WINDOW, ROWS, EPOCHS = 512, 64, 8, 2
+STEPS = ROWS // 2
+# Assistant answers, and nothing else, between {% generation %} and {% endgeneration %}; a space at
+# their end is no token, and the mask would then run on to the end of the row.
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + ' w2' }}"
+    "{% endgeneration %}{{ ' ' }}{% else %}{{ 'w3 ' + m['content'] + ' w4 ' }}{% endif %}{% endfor %}"
+)
+
+
+def words(picker: random.Random, count: int) -> str:
+    """None begins as w0, w1 or w2, at which the tokenizer splits, as they are special."""
+    return " ".join(f"w{picker.randrange(30, 100)}" for _ in range(count))
+
+
+def texts(count: int = ROWS) -> list[dict[str, Any]]:
+    picker = random.Random(0)
+    return [{"text": words(picker, 20 + 3 * i)} for i in range(count)]
+
+
+def chats() -> list[dict[str, Any]]:
+    picker = random.Random(0)
+    return [
+        {
+            "messages": [
+                {"role": role, "content": words(picker, 6)} for role in ("user", "assistant", "user", "assistant")
+            ]
+        }
+        for _ in range(ROWS)
+    ]
+
+
+def make_model(folder: Path, extended: bool = True, attention: str = "sdpa") -> tuple[Any, Any]:
+    """The base in `folder/base` (made once), built for the target, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from pose_plugin import extend_context
+
+    base = folder / "base"
+    if not base.exists():
+        make_llama().save_pretrained(base)
+        make_tokenizer().save_pretrained(base)
+    config = AutoConfig.from_pretrained(base)
+    if extended:
+        config = extend_context(config, target_length=TARGET, rope="yarn")
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, attn_implementation=attention)
+    return model, AutoTokenizer.from_pretrained(base)
+
+
+def sft(
+    folder: Path,
+    *,
+    rows: list[dict[str, Any]] | None = None,
+    pose: dict[str, Any] | None = None,
+    peft: Any = None,
+    extended: bool = True,
+    attention: str = "sdpa",
+    chat_template: str | None = None,
+    collate: Any = None,
+    share: Any = None,
+    **config: Any,
+) -> Any:
+    """An SFTTrainer of 2 epochs of 4 steps; `share` is a collator that was used before."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from pose_plugin import PoSECollator
+
+    model, tokenizer = make_model(folder, extended, attention)
+    tokenizer.chat_template = chat_template
+    values = {
+        "output_dir": str(folder / "out"),
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_length": WINDOW,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        **config,
+    }
+    data = Dataset.from_list(rows or texts())
+    return SFTTrainer(
+        model,
+        args=SFTConfig(**values),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer,
+        data_collator=share
+        or PoSECollator(
+            tokenizer, collate=collate, **{"target_length": TARGET, "train_length": WINDOW, **(pose or {})}
+        ),
+        peft_config=peft,
+    )
+
+
+class Record:
+    """What reaches the decoder: in training steps, documents with their positions; in evaluation, "
+    "positions."""
+
+    def __init__(self, model: Any) -> None:
+        self.steps: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+        self.masked: set[bool] = set()
+        self.evaluation: list[list[list[int]]] = []
+        decoder = next(module for module in model.modules() if type(module).__name__ == "LlamaModel")
+        decoder.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, module: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
+        if not module.training:
+            self.evaluation.append(positions.tolist())
+        elif torch.is_grad_enabled():  # the self-test runs without gradients
+            self.masked.add(mask is not None)
+            self.steps.append(documents_of(kwargs["input_ids"], positions, mask))
+
+
+def documents_of(ids: Any, positions: Any, mask: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(tokens, positions) of every document; where there is no mask, position 0 opens one."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for row in range(ids.shape[0]):
+        keep = slice(None) if mask is None else mask[row].bool()
+        tokens, places = ids[row][keep].tolist(), positions[row][keep].tolist()
+        starts = [i for i, place in enumerate(places) if place == 0]
+        for begin, end in zip(starts, [*starts[1:], len(places)], strict=True):
+            found.append((tuple(tokens[begin:end]), tuple(places[begin:end])))
+    return found
+
+
+def logits_far_out(model: Any) -> list[list[float]]:
+    """Logits of 16 tokens at positions 300 to 315, past the old window of 64."""
+    import torch
+
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        ids = torch.arange(20, 36)[None]
+        places = torch.arange(300, 316)[None]
+        logits = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits
+    model.train(was)
+    return logits[0].float().tolist()
+
+
+def run(trainer: Any, resume: str | None = None, save: bool = True) -> dict[str, Any]:
+    """Trains, and returns what can be looked at afterwards."""
+    from transformers import masking_utils
+
+    from pose_plugin.attention import restart_rule
+
+    record = Record(trainer.model)
+    collator = trainer.data_collator
+    trainer.train(resume_from_checkpoint=resume)
+    if save:
+        trainer.save_model()
+    history = trainer.state.log_history
+    # The last look at the model is not an evaluation.
+    evaluation = list(record.evaluation)
+    return {
+        "steps": record.steps,
+        "masked": record.masked,
+        "evaluation": evaluation,
+        "losses": [line["loss"] for line in history if "loss" in line],
+        "eval_losses": [line["eval_loss"] for line in history if "eval_loss" in line],
+        "trained": collator.trained(),
+        "rule_left": masking_utils.find_packed_sequence_indices is restart_rule,
+        "logits": logits_far_out(trainer.accelerator.unwrap_model(trainer.model)),
+    }
+
+
+def main() -> None:
+    """One rank of a distributed run: writes what it saw to `folder/rank<N>.json`."""
+    folder = Path(sys.argv[1])
+    result = run(sft(folder, per_device_train_batch_size=1, ddp_backend="gloo"))
+    keep = {key: result[key] for key in ("steps", "losses", "evaluation")}
+    keep["world"] = int(os.environ["WORLD_SIZE"])
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(keep))
+
+
+if __name__ == "__main__":
+    main()
