@@ -323,7 +323,8 @@ def test_saved_folder(runs, name, part):
     folder = runs.folder(name) / "out" / part
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == TARGET
-    for key in ("rope_parameters", "rope_scaling"):
+    # Checkpoints are for resuming, and a resume cannot read the older form.
+    for key in ("rope_parameters", "rope_scaling")[: 1 if part else 2]:
         assert (config[key]["rope_type"], config[key]["factor"]) == ("linear", 8.0)
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == TARGET
