@@ -22,9 +22,7 @@ from typing import Any
 from common import canvas
 
 ROOT = Path(__file__).parent.parent
-CUT_APART = {
-    "cut apart": {"plugins": ["pose_plugin", "benchmarks.cut_apart.CutApart"], "pose": {"self_test": False}}
-}
+CUT_APART = {"cut apart": {"plugins": ["pose_plugin", "benchmarks.cut_apart.CutApart"], "pose": {"self_test": False}}}
 MARKS = ("<!-- quickstart table: written by benchmarks/quickstart.py -->", "<!-- end -->")
 
 
@@ -93,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "benchmark-quickstart")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="two steps and prompts, one seed; changes no committed file")
+    parser.add_argument(
+        "--quick", action="store_true", help="two steps and prompts, one seed; changes no committed file"
+    )
     args = parser.parse_args()
     run = quickstart()
     runs = run.RUNS | CUT_APART

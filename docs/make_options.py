@@ -8,8 +8,8 @@ from pose_plugin.config import PoSESettings, RopeSettings
 
 HEAD = """# Options
 
-Keys of the `pose:` block in an Axolotl YAML, and keyword arguments of `PoSECollator`. Unknown keys are refused. This page is
-written by `docs/make_options.py` from the settings themselves.
+Keys of the `pose:` block in an Axolotl YAML, and keyword arguments of `PoSECollator`. Unknown keys are refused. This
+page is written by `docs/make_options.py` from the settings themselves.
 
 """
 

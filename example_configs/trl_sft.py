@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="a JSONL file")
     parser.add_argument("--target-length", type=int, default=2048, help="the window that is wanted, in tokens")
     parser.add_argument("--train-length", type=int, default=128, help="the window that is trained, in tokens")
-    parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, dynamic, auto, none")
+    parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, auto, none")
     parser.add_argument("--content", default="skip", help="skip for long texts, contiguous for chats")
     parser.add_argument("--output", default="outputs/trl_sft", help="folder to save to")
     parser.add_argument("--steps", type=int, default=300)

@@ -75,8 +75,7 @@ class PositionCollator:
         return other
 
     def trained(self) -> dict[str, int]:
-        """What was drawn so far in this process: documents, skipped (with a jump), tokens, farthest "
-        "position."""
+        """What was drawn so far in this process: documents, skipped (those with a jump), tokens, farthest position."""
         counts = self._counts
         return {
             "documents": int(counts[:, 0].sum()),

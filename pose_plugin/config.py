@@ -12,9 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, f
 
 from pose_plugin.errors import PoSEError
 
-RopeType = Literal[
-    "linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"
-]
+RopeType = Literal["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"]
 SamplerName = Literal["pose", "clamped", "randpos", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
@@ -32,7 +30,9 @@ class RopeSettings(_Strict):
     Every field but `type` has a default that follows from the base model's config and `target_length`.
     """
 
-    type: RopeType = Field("yarn", description="the kind; auto compares advice on the base and picks one, none keeps the frequencies")
+    type: RopeType = Field(
+        "yarn", description="the kind; auto compares advice on the base and picks one, none keeps the frequencies"
+    )
     factor: Annotated[float, Field(ge=1)] | None = Field(
         None, description="s, the stretch; default target_length / original_length"
     )
@@ -83,8 +83,8 @@ class PoSESettings(_Strict):
     )
     content: ContentMode = Field(
         "contiguous",
-        description="which tokens of a document longer than train_length are read: its head (contiguous), one piece from "
-        "anywhere (window), a piece a chunk (skip), or each chunk's text from where its positions say (aligned)",
+        description="which tokens of a document longer than train_length are read: its head (contiguous), one piece "
+        "from anywhere (window), a piece a chunk (skip), or each chunk's text from where its positions say (aligned)",
     )
     mask_seam: bool = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
     unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of rows left plain")

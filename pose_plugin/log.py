@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 
-
 def _plain_logger(name: str) -> logging.Logger:
     # Axolotl sets a logger class that drops INFO from everyone but itself.
     current = logging.getLoggerClass()

@@ -18,7 +18,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-import pytest
+import pytest  # noqa: E402 - the frameworks read the environment when they are imported
 
 
 @pytest.fixture

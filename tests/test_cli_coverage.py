@@ -23,9 +23,7 @@ def tables(text: str) -> list[dict[str, list[str]]]:
     found = []
     for head, *lines in (block for block in blocks if block and block[0].startswith("distance")):
         width = len(head.split()) - 1
-        found.append(
-            {"distance": head.split()[1:]} | {" ".join(x.split()[:-width]): x.split()[-width:] for x in lines}
-        )
+        found.append({"distance": head.split()[1:]} | {" ".join(x.split()[:-width]): x.split()[-width:] for x in lines})
     return found
 
 

@@ -75,13 +75,11 @@ REFUSED = [
     ),
     (
         {"content": "skip"},
-        "pose: content=skip takes a window out of a longer document and needs train_length, the window's "
-        "tokens",
+        "pose: content=skip takes a window out of a longer document and needs train_length, the window's tokens",
     ),
     (
         {"content": "aligned"},
-        "pose: content=aligned takes a window out of a longer document and needs train_length, the window's "
-        "tokens",
+        "pose: content=aligned takes a window out of a longer document and needs train_length, the window's tokens",
     ),
     (
         {"content": "aligned", "sampler": "randpos", "train_length": 64},

@@ -55,7 +55,12 @@ def test_readme_trl_snippet(tmp_path):
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(tmp_path / "base")
         args = trl.SFTConfig(
-            output_dir=str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[]
+            output_dir=str(tmp_path / "out"),
+            max_steps=1,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
         )
         names = {
             "base": str(tmp_path / "base"),

@@ -147,9 +147,7 @@ def test_base_rows(scripts, tokenizer):
     for row in range(8):
         marked = tokenizer.decode(ids[row][answers[row]])
         assert marked.endswith("<|endoftext|>")
-        assert int(marked.removesuffix("<|endoftext|>")) in map(
-            int, corpus.PasskeyMaker(tokenizer, False).keys
-        )
+        assert int(marked.removesuffix("<|endoftext|>")) in map(int, corpus.PasskeyMaker(tokenizer, False).keys)
     assert not answers[8:].any()
     for row in range(14, 16):
         assert any((ids[row, period:] == ids[row, :-period]).all() for period in range(8, 65))
@@ -157,8 +155,6 @@ def test_base_rows(scripts, tokenizer):
     assert (again == ids).all()
 
 
-@pytest.mark.parametrize(
-    ("step", "rate"), [(0, 0.02), (49, 1.0), (999, 1.0), (1000, 1.0), (1750, 0.525), (2500, 0.05)]
-)
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.02), (49, 1.0), (999, 1.0), (1000, 1.0), (1750, 0.525), (2500, 0.05)])
 def test_rate_warms_up_stays_and_falls(scripts, step, rate):
     assert scripts["make_base"].Recipe().rate(step) == pytest.approx(rate)

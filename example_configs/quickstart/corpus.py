@@ -80,18 +80,23 @@ class PasskeyMaker:
     """Draws passkey documents with a random length, depth and key.
 
     Keys of training and judging never meet: a fixed shuffle of all 90,000 five-digit keys is cut in two.
+    The filler is cut at ends of sentences only. Cut anywhere, it teaches that a line may end after "is", and
+    at lengths far from the trained ones the model then answers "The pass key is" with a line break.
 
     Args:
         tokenizer: as for PasskeyBuilder.
         judging: draw from the judging keys instead of the training keys.
     """
 
-    def __init__(self, tokenizer: Any, judging: bool) -> None:
+    def __init__(self, tokenizer: Any, judging: bool = False) -> None:
         self.builder = PasskeyBuilder(tokenizer)
         keys = [str(number) for number in range(10_000, 100_000)]
         random.Random(0).shuffle(keys)
         half = len(keys) // 2
         self.keys = keys[half:] if judging else keys[:half]
+        filler = tokenizer.encode(self.builder.template.filler * 8, add_special_tokens=False)
+        stop = tokenizer.convert_tokens_to_ids(".")
+        self.ends = [0, *(index + 1 for index, token in enumerate(filler) if token == stop)]
 
     def draw(self, rng: random.Random, longest: int) -> tuple[list[int], int]:
         """One document of at most `longest` tokens, its end-of-text token included.
@@ -100,7 +105,9 @@ class PasskeyMaker:
             token ids; index of the first answer token.
         """
         key = rng.choice(self.keys)
-        length = rng.randint(self.builder.fixed_tokens(key), longest - 1)
-        document = self.builder.document(length, rng.random(), key)
+        fixed = self.builder.fixed_tokens(key)
+        room = rng.choice([end for end in self.ends if end < longest - fixed])
+        cut = rng.choice([end for end in self.ends if end <= room])
+        document = self.builder.document(fixed + room, cut / max(room, 1), key)
         # Without the end the model would go on writing digits, and no reader could tell where the key stops.
         return [*document.input_ids, self.builder.tokenizer.eos_token_id], document.answer_start

@@ -118,7 +118,7 @@ class Rows:
     def __init__(self, tokenizer: Any, texts: list[list[int]], seed: int) -> None:
         self.rng = random.Random(seed)
         self.texts = texts
-        self.passkeys = PasskeyMaker(tokenizer, judging=False)
+        self.passkeys = PasskeyMaker(tokenizer)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [getattr(self, f"_{kind}")() for kind, count in ROWS.items() for _ in range(count)]
@@ -142,9 +142,7 @@ class Rows:
 
 def train(model: LlamaForCausalLM, rows: Rows, recipe: Recipe) -> None:
     """AdamW on next-token loss plus `answer_weight` times the loss on the passkey answers."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
     model.train()
     progress = tqdm(range(recipe.steps), desc="base model", unit="step")

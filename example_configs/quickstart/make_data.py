@@ -44,7 +44,7 @@ JUDGING_DOCUMENTS = 16
 def training_rows(tokenizer: Any, seed: int, documents: int = DOCUMENTS) -> list[list[int]]:
     """Token ids of `documents` passkey documents (at most 128 ids), then as many texts (2048 ids)."""
     rng = random.Random(seed)
-    passkeys = PasskeyMaker(tokenizer, judging=False)
+    passkeys = PasskeyMaker(tokenizer)
     texts = tokenise(tokenizer, read_texts(TRAINING_FILES))
     return [
         *(passkeys.draw(rng, longest=WINDOW)[0] for _ in range(documents)),

@@ -74,7 +74,10 @@ def command(arguments: list[str], log: Path) -> None:
 
 
 def train(config: Path) -> None:
-    command([sys.executable, "-m", "axolotl.cli.main", "train", str(config), "--launcher", "python"], config.with_name("train.log"))
+    command(
+        [sys.executable, "-m", "axolotl.cli.main", "train", str(config), "--launcher", "python"],
+        config.with_name("train.log"),
+    )
 
 
 def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed: int) -> list[Any]:

@@ -93,9 +93,7 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         model, tokenizer = given["model"], self.tokenizer or given.get("processing_class")
         if tokenizer is None:
-            raise PoSEError(
-                "EvaluationCallback has no tokenizer: give it one, or give the trainer a processing_class"
-            )
+            raise PoSEError("EvaluationCallback has no tokenizer: give it one, or give the trainer a processing_class")
         keys = windows = None
         metrics: dict[str, float] = {}
         if self.passkey_lengths:
@@ -113,9 +111,7 @@ class EvaluationCallback(TrainerCallback):
         report(metrics, args, state, control, handler)
 
 
-def report(
-    metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None
-) -> None:
+def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:
     """Logs as `Trainer.log` does: into the state's history and through every callback that reports somewhere.
 
     `Trainer.log` itself would not do: TRL's also empties its running means of the training metrics into it.

@@ -104,9 +104,7 @@ def extended(source: Source, target_length: int, rope: dict[str, Any], name: str
     from pose_plugin.rope import extend_context
 
     if source.is_adapter:
-        raise PoSEError(
-            f"--extend stretches the first model, and {source.path} is an adapter; put its base first"
-        )
+        raise PoSEError(f"--extend stretches the first model, and {source.path} is an adapter; put its base first")
     config = extend_context(source.config, target_length, rope)
     name = name or f"{source.name} + {rope.get('type', 'yarn')} (RoPE only)"
     record = {"target_length": target_length}

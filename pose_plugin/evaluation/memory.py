@@ -18,9 +18,7 @@ Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 
-def estimate_bytes(
-    config: Any, batch: int, length: int, element_size: int, attention: str | None = None
-) -> int:
+def estimate_bytes(config: Any, batch: int, length: int, element_size: int, attention: str | None = None) -> int:
     """Memory of one forward without gradients, in bytes, weights not counted. An upper guess, not a promise.
 
     Args:

@@ -84,9 +84,7 @@ class PasskeyBuilder:
         filler_text: a real text in place of the template's filler; repeated where it is too short.
     """
 
-    def __init__(
-        self, tokenizer: Any, template: PasskeyTemplate | None = None, filler_text: str | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, template: PasskeyTemplate | None = None, filler_text: str | None = None) -> None:
         self.tokenizer = plain_tokenizer(tokenizer)
         self.template = template or PasskeyTemplate()
         if filler_text is not None and not filler_text.strip():

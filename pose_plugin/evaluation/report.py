@@ -64,11 +64,7 @@ class Report:
             tables["Passkey accuracy ± standard error"] = (["model", *map(str, lengths), "k_max"], rows)
         lengths = sorted({n for m in self.models if m.perplexity for n in m.perplexity.by_length})
         if lengths:
-            rows = [
-                [m.name, *(_perplexity(m.perplexity, n) for n in lengths)]
-                for m in self.models
-                if m.perplexity
-            ]
+            rows = [[m.name, *(_perplexity(m.perplexity, n) for n in lengths)] for m in self.models if m.perplexity]
             tables["Sliding-window perplexity"] = (["model", *map(str, lengths)], rows)
         return tables
 

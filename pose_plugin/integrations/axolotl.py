@@ -155,9 +155,7 @@ def settings_of(cfg: Any) -> PoSESettings:
     return settings
 
 
-def make_collator(
-    tokenizer: Any, *, settings: PoSESettings, training: bool, **kwargs: Any
-) -> PositionCollator:
+def make_collator(tokenizer: Any, *, settings: PoSESettings, training: bool, **kwargs: Any) -> PositionCollator:
     """Axolotl's own padding, with our positions in training. `kwargs` are those that Axolotl gives its collators."""
     collator = PositionCollator(_AxolotlPadding(tokenizer, **kwargs), settings, padding_side=tokenizer.padding_side)
     collator.training = training

@@ -126,8 +126,7 @@ def _after_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def _around_sft_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """TRL refuses a foreign collator with padding-free rows, so it first makes its own, which is then "
-    "wrapped."""
+    """TRL refuses a foreign collator with padding-free rows, so it first makes its own, which is then wrapped."""
     given = inspect.signature(original).bind(trainer, *args, **kwargs)
     collator = given.arguments.get("data_collator")
     config = given.arguments.get("args")

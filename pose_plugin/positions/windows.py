@@ -29,9 +29,7 @@ class Window:
     seams: np.ndarray
 
 
-def draw_windows(
-    documents: Sequence[Sequence[int] | np.ndarray], settings: PoSESettings, epoch: int
-) -> list[Window]:
+def draw_windows(documents: Sequence[Sequence[int] | np.ndarray], settings: PoSESettings, epoch: int) -> list[Window]:
     """Draws a window of every document (arXiv 2309.10400, section 3.2).
 
     Args:
@@ -71,9 +69,7 @@ def plain_window(size: int) -> Window:
     return Window(indices, indices, np.zeros(0, dtype=np.int64))
 
 
-def _layout(
-    sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PoSESettings
-) -> tuple[Layout, np.ndarray]:
+def _layout(sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PoSESettings) -> tuple[Layout, np.ndarray]:
     """Chunks with their skips u_i, and beside them the content shifts v_i, shape (rows, chunks)."""
     keep_plain = draws.uniform(1)[:, 0] < settings.unskipped_ratio
     targets = np.full_like(windows, settings.target_length + settings.target_margin)

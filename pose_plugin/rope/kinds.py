@@ -158,8 +158,7 @@ def inverse_frequencies(
         return _KINDS[kind](values, dim, max_position_embeddings, length)
     except KeyError as missing:
         raise PoSEError(
-            f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to "
-            "rope_parameters"
+            f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to rope_parameters"
         ) from None
 
 
@@ -176,30 +175,22 @@ def _stretch(values: Parameters, maximum: int | None) -> float:
     return maximum / _original(values)
 
 
-def _default(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _default(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     return plain_frequencies(values["rope_theta"], dim), 1.0
 
 
-def _linear(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _linear(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     return plain_frequencies(values["rope_theta"], dim) / float(values["factor"]), 1.0
 
 
-def _proportional(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _proportional(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     turning = int(float(values.get("partial_rotary_factor", 1.0)) * dim // 2)
     frequencies = plain_frequencies(values["rope_theta"], dim) / float(values.get("factor") or 1.0)
     frequencies[turning:] = 0.0
     return frequencies, 1.0
 
 
-def _dynamic(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _dynamic(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     if maximum is None:
         raise KeyError("max_position_embeddings")
     inner = dynamic_inner_term(float(values["factor"]), max(length or 0, maximum), maximum)
@@ -223,26 +214,20 @@ def _yarn(values: Parameters, dim: int, maximum: int | None, length: int | None)
     return plain * (1.0 - ramp) + plain / factor * ramp, float(attention)
 
 
-def _longrope(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _longrope(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     original = _original(values)
     reach = length if length is not None else maximum
     name = "long_factor" if reach is None or reach > original else "short_factor"
     divisors = np.asarray(values[name], dtype=np.float64)
     if divisors.shape != (dim // 2,):
-        raise PoSEError(
-            f"longrope: {name} has {divisors.size} entries, but {dim} rotated dimensions need {dim // 2}"
-        )
+        raise PoSEError(f"longrope: {name} has {divisors.size} entries, but {dim} rotated dimensions need {dim // 2}")
     attention = values.get("attention_factor")
     if attention is None:
         attention = longrope_attention_factor(_stretch(values, maximum), original)
     return plain_frequencies(values["rope_theta"], dim) / divisors, float(attention)
 
 
-def _llama3(
-    values: Parameters, dim: int, maximum: int | None, length: int | None
-) -> tuple[Frequencies, float]:
+def _llama3(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     factor, original = float(values["factor"]), _original(values)
     low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
     plain = plain_frequencies(values["rope_theta"], dim)

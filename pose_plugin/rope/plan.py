@@ -42,9 +42,7 @@ class RopePlan:
     original_length: int
     original_theta: float
     factor: float
-    record: dict[
-        str, Any
-    ]  # what the config remembers, so that a later extension starts from the true original
+    record: dict[str, Any]  # what the config remembers, so that a later extension starts from the true original
     top_original: bool  # original_max_position_embeddings is also written outside of the rope dict
     head_dim: int | None  # written where the config leaves it null, which some kinds cannot read
     fixed: bool  # the model ignores rope parameters, so none are written
@@ -56,9 +54,7 @@ class RopePlan:
     @property
     def current(self) -> dict[str, Any]:
         """A copy of the flat dict of the layers that change."""
-        return copy.deepcopy(
-            self.rope_parameters[self.layer_type] if self.layer_type else self.rope_parameters
-        )
+        return copy.deepcopy(self.rope_parameters[self.layer_type] if self.layer_type else self.rope_parameters)
 
 
 def rope_settings(rope: str | Mapping[str, Any] | RopeSettings, target_length: int) -> RopeSettings:
@@ -80,9 +76,7 @@ def rope_settings(rope: str | Mapping[str, Any] | RopeSettings, target_length: i
     return settings
 
 
-def plan_rope(
-    config: Any, target_length: int, rope: str | Mapping[str, Any] | RopeSettings = "yarn"
-) -> RopePlan:
+def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | RopeSettings = "yarn") -> RopePlan:
     """Decides how a model's frequencies are stretched to a longer window.
 
     Args:

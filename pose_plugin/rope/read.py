@@ -145,9 +145,7 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     current: dict[str, Any] = parameters[FULL] if nested else parameters
     maximum = lookup(text, "max_position_embeddings")
     if not isinstance(maximum, (int, float)) or maximum != int(maximum) or maximum < 1:
-        raise PoSEError(
-            f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number"
-        )
+        raise PoSEError(f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number")
     record = dict(lookup(text, RECORD_KEY) or {})
     length, notes = _original_length(current, int(maximum), record, original_length)
     return RopeSource(

@@ -154,9 +154,7 @@ def _yarn(request: Stretch) -> dict[str, Any]:
         result["mscale"] = float(old.get("mscale") or 1.0)
         result["mscale_all_dim"] = float(old.get("mscale_all_dim") or 1.0)
     else:
-        result["attention_factor"] = float(
-            settings.attention_factor or kinds.yarn_attention_factor(request.factor)
-        )
+        result["attention_factor"] = float(settings.attention_factor or kinds.yarn_attention_factor(request.factor))
     return result
 
 
@@ -166,8 +164,7 @@ def _yarn_revised(request: Stretch) -> dict[str, Any]:
         request.theta, request.dim, request.factor, request.original, fast, slow
     ).tolist()
     request.notes.append(
-        "yarn-revised is written as a longrope list, short and long alike, so that every batch has the same "
-        "frequencies"
+        "yarn-revised is written as a longrope list, short and long alike, so that every batch has the same frequencies"
     )
     attention = request.settings.attention_factor or kinds.yarn_attention_factor(request.factor)
     return _list(request, attention, divisors, divisors)
@@ -175,9 +172,7 @@ def _yarn_revised(request: Stretch) -> dict[str, Any]:
 
 def _longrope(request: Stretch) -> dict[str, Any]:
     long, short = _read_factors(request.settings.factors_file, request.dim)
-    attention = request.settings.attention_factor or kinds.longrope_attention_factor(
-        request.factor, request.original
-    )
+    attention = request.settings.attention_factor or kinds.longrope_attention_factor(request.factor, request.original)
     if long != short:
         request.warnings.append(
             "longrope with two lists: transformers takes long_factor for a whole batch when its largest "
@@ -204,9 +199,7 @@ _KINDS: dict[str, Callable[[Stretch], dict[str, Any]]] = {
 def _betas(request: Stretch) -> tuple[float, float]:
     fast, slow = (_kept(request, "yarn", name) for name in ("beta_fast", "beta_slow"))
     if fast <= slow:
-        raise PoSEError(
-            f"rope.beta_fast={fast:g} must exceed rope.beta_slow={slow:g}; the paper uses 32 and 1"
-        )
+        raise PoSEError(f"rope.beta_fast={fast:g} must exceed rope.beta_slow={slow:g}; the paper uses 32 and 1")
     return fast, slow
 
 
@@ -265,8 +258,7 @@ def _read_factors(path: str | None, dim: int) -> tuple[list[float], list[float]]
         if not isinstance(found, list) or len(found) != dim // 2:
             size = f"{len(found)} entries" if isinstance(found, list) else f"{found!r}"
             raise PoSEError(
-                f"{where}: {name} has {size}; this model needs a list of {dim // 2} numbers (d/2 with "
-                f"d={dim})"
+                f"{where}: {name} has {size}; this model needs a list of {dim // 2} numbers (d/2 with d={dim})"
             )
         if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in found):
             raise PoSEError(f"{where}: every entry of {name} must be a number above 0")

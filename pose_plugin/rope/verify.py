@@ -114,9 +114,7 @@ def tolerance(parameters: Mapping[str, Any]) -> float:
 
 def _expected(source: Any, text: Any) -> _Expected:
     if isinstance(source, RopePlan):
-        return _Expected(
-            source.rope_parameters, source.max_position_embeddings, source.rotary_dim, source.fixed
-        )
+        return _Expected(source.rope_parameters, source.max_position_embeddings, source.rotary_dim, source.fixed)
     nested = isinstance(source, Mapping) and isinstance(source.get(FULL), Mapping)
     if isinstance(source, Mapping) and ("rope_type" in source or "type" in source or nested):
         parameters = {k: normalise(v) for k, v in source.items() if v} if nested else normalise(source)
@@ -174,9 +172,7 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
     parameters = wanted.parameters
     if live.layer_type is not None and FULL in parameters:
         if live.layer_type not in parameters:
-            raise RopeMismatchError(
-                f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}"
-            )
+            raise RopeMismatchError(f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}")
         parameters = parameters[live.layer_type]
     got = _frequencies_of_table(live, wanted) if wanted.fixed else _read(live.name, live.tensor)
     dim = 2 * got.size
@@ -211,9 +207,7 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
             f"{live.name}: cos and sin are scaled by {found:.9g}, but {parameters['rope_type']} wants "
             f"{attention:.9g}. {_REBUILD}"
         )
-    return RopeCheck(
-        live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found
-    )
+    return RopeCheck(live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found)
 
 
 def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[tuple[Frequencies, float]]:

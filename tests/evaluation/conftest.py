@@ -50,9 +50,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     # Without line breaks, so that they are written as the byte <0x0A>.
     tokenizer.train_from_iterator([text.replace("\n", " ") for text in TEXT], trainer)
     data = json.loads(tokenizer.to_str())

@@ -9,9 +9,9 @@ from transformers import GenerationConfig
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import greedy
 from pose_plugin.evaluation.passkey import (
-    PasskeyTemplate,
     Accuracy,
     PasskeyResult,
+    PasskeyTemplate,
     PasskeyTrial,
     build_document,
     passkey,

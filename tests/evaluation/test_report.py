@@ -25,9 +25,7 @@ def passkey_result(correct: dict[int, int]):
 
 def perplexity_result(values: dict[int, float]):
     rows = {
-        n: WindowPerplexity(
-            n, n // 2, 3, 100, math.log(v), (Bucket(0, n // 2, 2.0, 40), Bucket(n // 2, n, 1.0, 60))
-        )
+        n: WindowPerplexity(n, n // 2, 3, 100, math.log(v), (Bucket(0, n // 2, 2.0, 40), Bucket(n // 2, n, 1.0, 60)))
         for n, v in values.items()
     }
     return PerplexityResult(rows, False, 2, 1)

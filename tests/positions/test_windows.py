@@ -40,9 +40,7 @@ def test_positions_depend_on_seed_epoch_and_tokens_only():
         draw_windows(docs, settings(content="skip", seed=1), 3),
         draw_windows([doc + 1 for doc in docs], settings(content="skip"), 3),
     ):
-        assert not any(
-            np.array_equal(x.position_ids, y.position_ids) for x, y in zip(first, other, strict=True)
-        )
+        assert not any(np.array_equal(x.position_ids, y.position_ids) for x, y in zip(first, other, strict=True))
 
 
 def test_global_generators_are_not_touched():

@@ -66,9 +66,7 @@ TYPES = {
 
 def upstream(parameters, length=None):
     """What transformers computes, through a config object that is not validated."""
-    config = LlamaConfig(
-        hidden_size=4 * DIM, num_attention_heads=4, max_position_embeddings=MAXIMUM, rope_theta=1e4
-    )
+    config = LlamaConfig(hidden_size=4 * DIM, num_attention_heads=4, max_position_embeddings=MAXIMUM, rope_theta=1e4)
     config.rope_parameters = dict(parameters)
     function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
     frequencies, attention = function(config, "cpu", seq_len=length)
@@ -78,9 +76,7 @@ def upstream(parameters, length=None):
 @pytest.mark.parametrize("length", [100, 8192])
 @pytest.mark.parametrize("name", TYPES)
 def test_closed_form_equals_transformers(name, length):
-    got, attention = kinds.inverse_frequencies(
-        TYPES[name], DIM, max_position_embeddings=MAXIMUM, length=length
-    )
+    got, attention = kinds.inverse_frequencies(TYPES[name], DIM, max_position_embeddings=MAXIMUM, length=length)
     want, want_attention = upstream(TYPES[name], length)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=0)
     assert attention == pytest.approx(want_attention, rel=1e-12)
@@ -149,9 +145,7 @@ def test_old_spelling_is_normalised_and_the_argument_kept():
     assert kinds.normalise(given) == {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     assert given == {"type": "su", "original_max_position_embeddings": 4096.0}
     old = {key: value for key, value in YARN.items() if key != "rope_type"} | {"type": "yarn"}
-    np.testing.assert_array_equal(
-        kinds.inverse_frequencies(old, DIM)[0], kinds.inverse_frequencies(YARN, DIM)[0]
-    )
+    np.testing.assert_array_equal(kinds.inverse_frequencies(old, DIM)[0], kinds.inverse_frequencies(YARN, DIM)[0])
 
 
 @pytest.mark.parametrize(

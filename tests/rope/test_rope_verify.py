@@ -60,9 +60,7 @@ def test_reloaded_without_us_the_model_computes_the_same(name, kind, tmp_path):
     assert torch.equal(far, logits(reloaded, FAR))
     verify_rope(reloaded, config)
     # The comparison can fail: without the rope the same weights compute something else.
-    plain = AutoModelForCausalLM.from_pretrained(
-        tmp_path, config=CONFIGS[name](), attn_implementation="eager"
-    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, config=CONFIGS[name](), attn_implementation="eager")
     assert not torch.equal(far, logits(plain.eval(), FAR))
 
 
@@ -113,9 +111,7 @@ def test_a_sliding_layer_that_was_stretched_too_is_caught():
 def test_a_maximum_that_was_not_raised_is_caught():
     plan = plan_rope(LlamaConfig(**SMALL), TARGET)
     config = LlamaConfig(**SMALL, rope_parameters=plan.rope_parameters)
-    with pytest.raises(
-        RopeMismatchError, match=f"max_position_embeddings={WINDOW} is below the wanted {TARGET}"
-    ):
+    with pytest.raises(RopeMismatchError, match=f"max_position_embeddings={WINDOW} is below the wanted {TARGET}"):
         verify_rope(build(config), plan)
 
 
@@ -220,9 +216,7 @@ def test_wrapped_models():
 def test_only_the_text_part_of_a_multimodal_model_is_held_to_the_plan():
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**SMALL, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32}
-    config = extend_context(
-        Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28}), TARGET
-    )
+    config = extend_context(Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28}), TARGET)
     from transformers import Gemma3ForConditionalGeneration
 
     report = verify_rope(Gemma3ForConditionalGeneration(config))
