@@ -1,0 +1,72 @@
+"""The quick start end to end, cut to two steps, and the table of README against the committed benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "example_configs" / "quickstart"
+
+
+def test_two_steps_of_the_quick_start(tmp_path):
+    pytest.importorskip("axolotl", reason="Axolotl is not installed here")
+    code = (
+        "import sys; from pathlib import Path; import run\n"
+        "if __name__ == '__main__':\n"
+        "    run.run(Path(sys.argv[1]), trials=2, jobs=1, steps=2, runs={'PoSE': {}})\n"
+    )
+    script = tmp_path / "two_steps.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "out")],
+        env=os.environ | {"PYTHONPATH": str(QUICKSTART)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"original", "RoPE", "PoSE"} <= {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    for name in ("results.json", "report.md", "passkey.csv", "passkey.png", "perplexity.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+    saved = json.loads((tmp_path / "out" / "pose" / "config.json").read_text())
+    assert saved["max_position_embeddings"] == 2048 and saved["rope_parameters"]["factor"] == 16.0
+    log = (tmp_path / "out" / "pose" / "train.log").read_text()
+    assert "self-test passed" in log
+
+
+def test_readme_table_is_the_committed_benchmark():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import quickstart
+    finally:
+        sys.path.pop(0)
+    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert quickstart.with_table(readme, quickstart.table(result["models"], result["lengths"])) == readme
+
+
+# What the table must show for the claims beside it to hold: by model, the least or the most at a multiple of the window.
+CLAIMS = [
+    ("PoSE", 2, 0.95, 1.0),
+    ("PoSE", 4, 0.95, 1.0),
+    ("PoSE", 8, 0.9, 1.0),
+    ("PoSE", 16, 0.8, 1.0),
+    ("original", 8, 0.0, 0.1),
+    ("original", 16, 0.0, 0.1),
+    *((name, times, 0.0, 0.1) for name in ("RoPE only", "RandPos") for times in (2, 4, 8, 16)),
+    *((name, 8, 0.0, 0.3) for name in ("no skip", "cut apart")),
+    *((name, 16, 0.0, 0.1) for name in ("no skip", "cut apart")),
+]
+
+
+@pytest.mark.parametrize(("name", "times", "least", "most"), CLAIMS)
+def test_the_committed_numbers_bear_out_what_is_claimed(name, times, least, most):
+    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    assert len(result["seeds"]) == 3
+    assert least <= result["models"][name]["passkey"][str(128 * times)]["mean"] <= most
