@@ -197,8 +197,22 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
             f"pose.train_length={window} is longer than sequence_len={sequence_len}, the longest row. Lower it, or "
             "raise sequence_len"
         )
-    if cfg.get("eval_sample_packing") is False or cfg.get("test_datasets") or cfg.get("val_set_size"):
+    if window is not None and sequence_len and window < sequence_len and settings.content == "contiguous":
+        log.warning(
+            "pose.content=contiguous reads the first pose.train_length=%d tokens of each row and never what is behind "
+            "them (rows have up to sequence_len=%d). content: window or skip reads all of it",
+            window,
+            sequence_len,
+        )
+    if cfg.get("test_datasets") or cfg.get("val_set_size"):
         log.info("evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)
+        if sequence_len and sequence_len > settings.target_length:
+            log.warning(
+                "evaluation rows of up to sequence_len=%d tokens go beyond pose.target_length=%d, which the model is "
+                "not trained for. Give shorter rows in test_datasets, or raise the target",
+                sequence_len,
+                settings.target_length,
+            )
 
 
 def _base_config(cfg: Any) -> Any:

@@ -215,8 +215,8 @@ def _window_warnings(source: RopeSource, target: int) -> list[str]:
         return []
     if layers == total:
         return [
-            f"every layer of this model sees only a sliding window of {window} tokens, so no token attends "
-            f"further back than that, whatever the frequencies; target_length={target} will not be reached"
+            f"every layer of this model sees only a sliding window of {window} tokens (sliding_window), so no token "
+            f"attends further back than that, whatever the frequencies; target_length={target} will not be reached"
         ]
     if source.model_type in _ROTARY_WHERE_SLIDING:
         return [

@@ -592,6 +592,26 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
     assert len(outcome.value.losses) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pose": {"target_length": 512, "train_length": 32}}, ["first pose.train_length=32", "sequence_len=64"]),
+        (
+            {
+                "pose": {"target_length": 512, "train_length": 32, "content": "skip"},
+                "sequence_len": 1024,
+                "val_set_size": 0.3,
+            },
+            ["sequence_len=1024", "beyond pose.target_length=512"],
+        ),
+    ],
+    ids=["tails are not read", "evaluation beyond the target"],
+)
+def test_what_is_likely_a_mistake_is_warned_about(runs, changes, words):
+    output = forked(load_cfg, runs.yaml("warned", **changes)).output
+    assert any(all(word in line for word in words) for line in output.splitlines()), output
+
+
 def test_memory_efficient_merge_is_refused_where_it_would_lose_the_rope(runs):
     from axolotl.integrations import base
 
