@@ -51,7 +51,7 @@ def test_readme_table_is_the_committed_benchmark():
     assert quickstart.with_table(readme, quickstart.table(result["models"], result["lengths"])) == readme
 
 
-# What the table must show for the claims beside it to hold: the least and the most, by model and multiple of the window.
+# What the table must show for the claims beside it to hold: least and most, by model and multiple of the window.
 CLAIMS = [
     ("PoSE", 2, 0.95, 1.0),
     ("PoSE", 4, 0.95, 1.0),
