@@ -85,6 +85,17 @@ def test_passkey_rows_fit_the_window_and_end(scripts, rows, tokenizer):
     assert len({len(ids) for ids in rows[:40]}) > 10
 
 
+@pytest.mark.parametrize("sentences", [True, False])
+def test_filler_is_cut_at_ends_of_sentences_where_asked(scripts, tokenizer, sentences):
+    """The base saw every cut, the extension's rows only those behind a full stop."""
+    maker, rng = scripts["corpus"].PasskeyMaker(tokenizer), random.Random(0)
+    drawn = [maker.draw(rng, longest=128, sentences=sentences) for _ in range(60)]
+    texts = [tokenizer.decode(ids[:start]) for ids, start in drawn]
+    assert all(75 <= len(ids) <= 128 for ids, _ in drawn)
+    lines = [line for text in texts for line in text.splitlines()[1:-1] if line]
+    assert all(line.endswith(".") for line in lines) is sentences
+
+
 def test_text_rows_are_2048_tokens_of_one_training_file(scripts, rows, tokenizer):
     corpus = scripts["corpus"]
     texts = corpus.read_texts(corpus.TRAINING_FILES)

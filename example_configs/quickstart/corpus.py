@@ -80,8 +80,6 @@ class PasskeyMaker:
     """Draws passkey documents with a random length, depth and key.
 
     Keys of training and judging never meet: a fixed shuffle of all 90,000 five-digit keys is cut in two.
-    The filler is cut at ends of sentences only. Cut anywhere, it teaches that a line may end after "is", and
-    at lengths far from the trained ones the model then answers "The pass key is" with a line break.
 
     Args:
         tokenizer: as for PasskeyBuilder.
@@ -98,16 +96,27 @@ class PasskeyMaker:
         stop = tokenizer.convert_tokens_to_ids(".")
         self.ends = [0, *(index + 1 for index, token in enumerate(filler) if token == stop)]
 
-    def draw(self, rng: random.Random, longest: int) -> tuple[list[int], int]:
+    def draw(self, rng: random.Random, longest: int, sentences: bool = True) -> tuple[list[int], int]:
         """One document of at most `longest` tokens, its end-of-text token included.
+
+        Args:
+            rng: the only source of chance.
+            longest: in tokens; at least what the template takes and the end.
+            sentences: cut the filler at ends of sentences only. Cut anywhere it makes more varied documents, but
+                teaches that a line may end behind "is", and some models extended on such documents answered
+                "The pass key is" with a line break at the longest lengths.
 
         Returns:
             token ids; index of the first answer token.
         """
         key = rng.choice(self.keys)
         fixed = self.builder.fixed_tokens(key)
-        room = rng.choice([end for end in self.ends if end < longest - fixed])
-        cut = rng.choice([end for end in self.ends if end <= room])
-        document = self.builder.document(fixed + room, cut / max(room, 1), key)
+        if sentences:
+            room = rng.choice([end for end in self.ends if end < longest - fixed])
+            depth = rng.choice([end for end in self.ends if end <= room]) / max(room, 1)
+        else:
+            room = rng.randint(0, longest - 1 - fixed)
+            depth = rng.random()
+        document = self.builder.document(fixed + room, depth, key)
         # Without the end the model would go on writing digits, and no reader could tell where the key stops.
         return [*document.input_ids, self.builder.tokenizer.eos_token_id], document.answer_start

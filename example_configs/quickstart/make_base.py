@@ -129,10 +129,10 @@ class Rows:
         return text_document(self.texts, WINDOW, self.rng), [False] * WINDOW
 
     def _passkey(self) -> tuple[list[int], list[bool]]:
-        document, answer_start = self.passkeys.draw(self.rng, longest=WINDOW)
+        document, answer_start = self.passkeys.draw(self.rng, longest=WINDOW, sentences=False)
         front = text_document(self.texts, WINDOW - len(document), self.rng)
         ids = front + document
-        start = len(front) + answer_start
+        start = len(front) + answer_start - 1  # the space before the key is practised with it
         return ids, [index >= start for index in range(WINDOW)]
 
     def _copy(self) -> tuple[list[int], list[bool]]:
