@@ -72,7 +72,7 @@ def draw(models: dict[str, Any], lengths: list[int], path: Path) -> None:
     with canvas(path, 7.2, 3.4) as (figure, (axes,)):
         for name, row in models.items():
             means = [row["passkey"][str(n)]["mean"] for n in lengths]
-            style = {"color": "#c0392b", "linewidth": 2.6, "zorder": 5} if name == "PoSE" else {"linewidth": 1.3}
+            style = {"color": "black", "linewidth": 2.6, "zorder": 5} if name == "PoSE" else {"linewidth": 1.3}
             (line,) = axes.plot(lengths, means, marker="o", label=name, **style)
             seeds = [row["passkey"][str(n)]["seeds"] for n in lengths]
             low, high = [min(values) for values in seeds], [max(values) for values in seeds]
