@@ -2,7 +2,7 @@
 
 Texts are files of Python's own library (PSF licence): they are on every machine that can run the scripts, so
 nothing is downloaded. They differ a little between Python versions, which is why the base model is committed.
-Training and judging use different files, and passkey documents of training and judging different keys.
+Training and judging use different files; PasskeyMaker also keeps half of the keys out of all training.
 """
 
 from __future__ import annotations
