@@ -86,6 +86,10 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
     Args:
         sources: name, folder, and whether its RoPE is to be extended without training.
     """
+    # The libraries' notices would run into the lines of `timed`; errors come back as exceptions all the same.
+    with (output / "judge.log").open("a", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 2)
+
     import torch
 
     from pose_plugin.evaluation.loading import describe, extended, load
