@@ -104,6 +104,7 @@ class PositionCollator:
     ) -> dict[str, Any]:
         """`__call__` with the windows drawn by `draw`, for tests and the start-up self-test."""
         packs, packed = _as_packs(features)
+        packs = [[_unpadded(feature) for feature in pack] for pack in packs]
         documents = [_tokens(feature) for pack in packs for feature in pack]
         windows = draw(documents)
         cut = iter([_cut(f, w) for f, w in zip((f for pack in packs for f in pack), windows, strict=True)])
@@ -240,6 +241,11 @@ def _joined(documents: list[Feature]) -> Feature:
 def _cut(feature: Feature, window: Window) -> Feature:
     """Takes the window's tokens out of every per-token column."""
     size = len(feature["input_ids"])
+    if "labels" in feature and not _per_token(feature["labels"], size):
+        raise PoSEError(
+            f"one sample has {size} input_ids and {np.size(feature['labels'])} labels; give every token a label, "
+            f"{IGNORED_LABEL} where there is no loss"
+        )
     whole = len(window.content) == size
     result = {}
     for key, value in feature.items():
@@ -252,6 +258,24 @@ def _cut(feature: Feature, window: Window) -> Feature:
         else:
             result[key] = np.asarray(value)[window.content].tolist()
     return result
+
+
+def _unpadded(feature: Feature) -> Feature:
+    """Takes padding off a row that was padded when it was tokenised; it would be trained as text."""
+    mask = feature.get("attention_mask")
+    if mask is None or not _per_token(mask, len(feature.get("input_ids", ()))):
+        return feature
+    used = np.flatnonzero(np.asarray(mask))
+    size = len(feature["input_ids"])
+    if used.size in (0, size):
+        return feature
+    begin, end = int(used[0]), int(used[-1]) + 1
+    if end - begin != used.size:
+        raise PoSEError(
+            f"the attention_mask of one sample hides {end - begin - used.size} of its tokens in the middle; only "
+            "padding at its ends can be taken off. Remove the hidden tokens from the sample"
+        )
+    return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
 
 
 def _per_token(value: Any, size: int) -> bool:

@@ -6,7 +6,7 @@ window (`target_length`), `L_0` the window the base model was made with (`origin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
@@ -17,11 +17,12 @@ SamplerName = Literal["pose", "clamped", "randpos", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
-PositiveInt = Annotated[StrictInt, Field(ge=1)]
+# The upper end is what a position can be on every backend, 32-bit kernels included.
+PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RopeSettings(_Strict):
@@ -97,7 +98,14 @@ class PoSESettings(_Strict):
     @field_validator("rope", mode="before")
     @classmethod
     def _rope_by_name(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"type": value}
+        if not isinstance(value, (dict, RopeSettings)):
+            raise ValueError(
+                f"rope={value!r} is neither a name ({', '.join(get_args(RopeType))}) nor a block such as "
+                "{type: base, theta: 2.0e8}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _belongs_together(self) -> PoSESettings:

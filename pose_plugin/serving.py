@@ -12,7 +12,7 @@ from pose_plugin.rope import legacy_copies
 RECORD = "pose.json"
 
 
-def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> None:
+def complete_folder(folder: str | Path, config: Any, settings: PoSESettings, tokenizer: bool = True) -> None:
     """Writes beside saved weights what frameworks leave out.
 
     transformers 5 writes the rope in its own form only; older readers (transformers 4, llama.cpp's converter, older
@@ -24,6 +24,7 @@ def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> 
         folder: a saved model or adapter; left alone where it holds neither.
         config: the config of the (base) model that was trained.
         settings: what was trained.
+        tokenizer: False leaves the tokenizer's files alone.
     """
     path = Path(folder)
     adapter = (path / "adapter_config.json").exists()
@@ -31,14 +32,30 @@ def complete_folder(folder: str | Path, config: Any, settings: PoSESettings) -> 
         return
     if adapter:
         config.save_pretrained(path)
+        _without_quantization(path / "config.json")
     _for_older_readers(path / "config.json")
-    tokenizer = path / "tokenizer_config.json"
-    if tokenizer.exists():
-        values = json.loads(tokenizer.read_text(encoding="utf-8"))
+    file = path / "tokenizer_config.json"
+    if tokenizer and file.exists():
+        values = json.loads(file.read_text(encoding="utf-8"))
         if int(values.get("model_max_length", 0)) < settings.target_length:
             values["model_max_length"] = settings.target_length
-            _write(tokenizer, values)
-    _write(path / RECORD, settings.model_dump(mode="json"))
+            _write(file, values)
+    record = settings.model_dump(mode="json")
+    text = config.get_text_config()
+    built = (getattr(text, "pose_plugin", None) or {}).get("rope")
+    if built is not None and built != settings.rope.type:
+        # Without the door of Axolotl the model is built apart from these settings, and it is the model that counts.
+        record["rope"] = {"type": built}
+        if built == "base" and "rope_theta" in text.rope_parameters:
+            record["rope"]["theta"] = text.rope_parameters["rope_theta"]
+    _write(path / RECORD, record)
+
+
+def _without_quantization(file: Path) -> None:
+    """How the base was loaded for training is not how it must be loaded: a 4-bit base may serve in bf16."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values.pop("quantization_config", None) is not None:
+        _write(file, values)
 
 
 def _for_older_readers(file: Path) -> None:

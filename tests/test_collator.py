@@ -603,3 +603,35 @@ def test_positions_of_a_seed_stay_what_they_are():
     """A resumed run must find the positions of the run it resumes, also across versions of this package."""
     batch = collator(chunks=3)(rows(range(100, 112)))
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 33, 34, 35, 36, 470, 471, 472]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens"),
+    [
+        ([1, 1, 1, 1, 0, 0], [10, 11, 12, 13]),
+        ([0, 0, 1, 1, 1, 1], [12, 13, 14, 15]),
+        ([0, 1, 1, 1, 1, 0], [11, 12, 13, 14]),
+    ],
+)
+def test_rows_that_were_padded_before_lose_their_padding(mask, tokens):
+    collate = PoSECollator(make_tokenizer(), target_length=64)
+    batch = collate([{"input_ids": SIX, "attention_mask": mask}, {"input_ids": SIX, "attention_mask": [1] * 6}])
+    assert batch["input_ids"].tolist() == [[*tokens, 0, 0], SIX]
+    assert batch["labels"].tolist() == [[*tokens, -100, -100], SIX]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
+    alone = collate([{"input_ids": tokens}])
+    assert alone["position_ids"][0].tolist() == batch["position_ids"][0, :4].tolist(), "positions of the tokens alone"
+
+
+def test_tokens_hidden_in_the_middle_and_labels_of_another_length_are_refused():
+    collate = PoSECollator(make_tokenizer(), target_length=64)
+    with pytest.raises(PoSEError, match="hides 1 of its tokens in the middle"):
+        collate([{"input_ids": SIX, "attention_mask": [1, 1, 0, 1, 1, 1]}])
+    with pytest.raises(PoSEError, match="6 input_ids and 1 labels"):
+        collate([{"input_ids": SIX, "labels": [1]}])
+
+
+def test_what_is_no_tokenizer_or_collator_is_refused():
+    for wrong in ({"tokenizer": "gpt2"}, {"tokenizer": make_tokenizer(), "collate": 2048}):
+        with pytest.raises(PoSEError, match="settings are keywords"):
+            PoSECollator(**wrong, target_length=64)

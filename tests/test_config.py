@@ -18,6 +18,7 @@ ROPE_KEYS = (
 )
 CHUNKS = "N, the chunks of a window (sampler pose)"
 DESCRIPTION = RopeSettings.model_fields["type"].description
+NAMES = "linear, ntk, base, yarn, yarn-revised, llama3, longrope, dynamic, auto, none"
 KIND = f" ({DESCRIPTION})" if DESCRIPTION else ""
 TARGET = "L_t, the wanted window in tokens"
 
@@ -94,6 +95,15 @@ REFUSED = [
     (
         {"sampler": "none", "chunks": 3},
         "pose: chunks=3 has no effect with sampler=none; remove it, or write sampler: pose",
+    ),
+    ({"rope": 5}, f"pose: rope=5 is neither a name ({NAMES}) nor a block such as {{type: base, theta: 2.0e8}}"),
+    (
+        {"target_length": 10**12},
+        f"pose.target_length={10**12}: input should be less than or equal to 2147483647 ({TARGET})",
+    ),
+    (
+        {"rope": {"type": "base", "theta": float("inf")}},
+        "pose.rope.theta=inf: input should be a finite number (the new RoPE base, for `type: base` (required there))",
     ),
     (
         {"unskipped_ratio": 1.5},

@@ -133,3 +133,34 @@ def test_readme_yaml_is_a_valid_block():
     assert values["plugins"] == ["pose_plugin"]
     settings = parse_settings({**values["pose"], "train_length": values["sequence_len"]})
     assert (settings.train_length, settings.target_length, settings.rope.type) == (2048, 32768, "yarn")
+
+
+def test_loop_of_your_own():
+    (snippet,) = blocks(ROOT / "docs" / "questions.md", "python")
+
+    def case():
+        from torch.utils.data import DataLoader
+
+        rows = [{"input_ids": list(range(10 + i, 40 + i))} for i in range(4)]
+        names = {
+            "tokenizer": make_tokenizer(),
+            "model": make_llama(max_position_embeddings=2048),
+            "dataset": rows,
+            "DataLoader": DataLoader,
+        }
+        exec(snippet, names)
+        farthest = int(names["batch"]["position_ids"].max())
+        plain = int(next(iter(names["judged"]))["position_ids"].max())
+        return names["loss"].isfinite().item(), farthest > 29, plain
+
+    assert forked(case).value == (True, True, 29)
+
+
+def test_evaluate_command_of_readme_is_complete():
+    from pose_plugin.cli import main
+
+    lines = [line for line in commands("pose-plugin evaluate") if "outputs/model" in line]
+    assert lines
+    for line in lines:
+        # Every argument is accepted; only the model is not here.
+        assert main(line[1:]) == 2

@@ -8,6 +8,7 @@ do nothing without a `pose:` block.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,11 @@ class PosePlugin(BasePlugin):
         bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        if self._active(cfg) and getattr(cfg, "local_rank", 0) in (0, None):
-            # After the trainer's own saving Axolotl writes the tokenizer and the model once more.
-            complete_folder(cfg.output_dir, model.config, settings_of(cfg))
+        # The process group is gone by the second call, so the rank is read from what the launcher has set.
+        if self._active(cfg) and os.environ.get("RANK", "0") == "0":
+            # Axolotl may have written the model once more. The tokenizer, which knows the target since training
+            # began, it writes on every rank, perhaps at this moment: that file is left alone.
+            complete_folder(cfg.output_dir, model.config, settings_of(cfg), tokenizer=False)
 
     def post_lora_merge(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         if self._active(cfg):
@@ -203,6 +206,13 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
             "them (rows have up to sequence_len=%d). content: window or skip reads all of it",
             window,
             sequence_len,
+        )
+    if cfg.get("sample_packing") and window is not None and sequence_len and window < sequence_len:
+        log.warning(
+            "sample_packing fills rows of sequence_len=%d by whole documents, which are then cut to "
+            "pose.train_length=%d: rows come out shorter and of unlike length. sample_packing: false keeps steps alike",
+            sequence_len,
+            window,
         )
     if cfg.get("test_datasets") or cfg.get("val_set_size"):
         log.info("evaluation runs on plain positions, rows of up to sequence_len=%s tokens", sequence_len)

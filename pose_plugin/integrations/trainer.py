@@ -12,9 +12,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.collator import PositionCollator
+from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.log import log, show_log
-from pose_plugin.positions import coverage
+from pose_plugin.positions import coverage, simulable
 from pose_plugin.rope import verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.serving import complete_folder
@@ -61,8 +62,9 @@ class PoSECallback(TrainerCallback):
         settings = self.collator.settings
         # After a resume the trainer goes on in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
-        require_window(model.config, settings.target_length)
         verify_rope(model)
+        require_window(model.config, settings.target_length)
+        require_same_rope(model.config, settings)
         if self.pack is not None:
             require_packing_support(model)
             self.boundaries.install()
@@ -85,15 +87,30 @@ class PoSECallback(TrainerCallback):
         trained = self.collator.trained()
         if trained["documents"]:
             log.info(
-                "this process drew %(documents)d documents, %(skipped)d of them with a jump, %(tokens)d "
-                "tokens, farthest position %(farthest)d",
+                "this process drew %(documents)d documents (those fetched ahead included), %(skipped)d of them with a "
+                "jump, %(tokens)d tokens, farthest position %(farthest)d",
                 trained,
             )
+            if not trained["skipped"] and self.collator.settings.sampler != "none":
+                log.warning(
+                    "no document had a jump, so nothing beyond %d tokens was trained. Look at chunks, train_length, "
+                    "unskipped_ratio and the length of the samples",
+                    trained["farthest"] + 1,
+                )
 
     def _describe(self) -> None:
         settings = self.collator.settings
         log.info("settings: %s", settings.model_dump(exclude_defaults=True))
-        if settings.train_length is not None and settings.sampler != "none":
+        settles = settings.chunks == 1 and settings.sampler in ("pose", "clamped")
+        if settles or settings.unskipped_ratio == 1 or settings.train_length == 1:
+            log.warning(
+                "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
+                "plain positions. Use chunks: 2",
+                settings.chunks,
+                settings.unskipped_ratio,
+                settings.train_length,
+            )
+        elif settings.train_length is not None and settings.sampler != "none" and simulable(settings):
             chances = coverage(settings, draws=500)
             log.info("chance that one row of %d trains a distance\n%s", settings.train_length, chances.table())
 
@@ -106,6 +123,22 @@ class PoSECallback(TrainerCallback):
             raise
         if self.trainer.is_world_process_zero():
             log.info("self-test passed: %s", report)
+
+
+def require_same_rope(config: Any, settings: PoSESettings) -> None:
+    """Checks a `rope` that was named in the settings against what the model was built with.
+
+    Raises:
+        PoSEError: they differ; the settings alone change no model.
+    """
+    built = (getattr(config.get_text_config(), "pose_plugin", None) or {}).get("rope")
+    asked = settings.rope.type
+    if "rope" in settings.model_fields_set and built and asked not in (built, "auto", "none"):
+        raise PoSEError(
+            f"rope={asked}, but the model was built with rope={built}: the collator changes no frequencies. Build the "
+            f"model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or leave rope "
+            "out here"
+        )
 
 
 def require_window(config: Any, target_length: int) -> None:

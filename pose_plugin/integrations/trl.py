@@ -37,6 +37,12 @@ class PoSECollator(PositionCollator):
     def __init__(self, tokenizer: Any = None, collate: Collate | None = None, **settings: Any) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "pad") and callable(tokenizer) and collate is None:
             tokenizer, collate = None, tokenizer
+        for name, value, verb in (("tokenizer", tokenizer, "pad"), ("collate", collate, "__call__")):
+            if value is not None and not hasattr(value, verb):
+                raise PoSEError(
+                    f"PoSECollator: {name}={value!r} is no {name}. The first argument is a tokenizer or a collator, "
+                    "settings are keywords: PoSECollator(tokenizer, target_length=32768)"
+                )
         if collate is None:
             if tokenizer is None:
                 raise PoSEError("PoSECollator needs a tokenizer, or collate=, the collator to wrap")

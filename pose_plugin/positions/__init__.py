@@ -1,6 +1,6 @@
 """Position ids and content of training windows: pure maths on arrays, knows no framework."""
 
-from pose_plugin.positions.coverage import Coverage, coverage
+from pose_plugin.positions.coverage import Coverage, coverage, simulable
 from pose_plugin.positions.draws import Draws, document_generator
 from pose_plugin.positions.layout import Layout
 from pose_plugin.positions.samplers import SAMPLERS
@@ -16,4 +16,5 @@ __all__ = [
     "document_generator",
     "draw_windows",
     "plain_window",
+    "simulable",
 ]

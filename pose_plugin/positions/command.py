@@ -20,7 +20,6 @@ example, 64000 rows (1000 steps of 64) on the way from 2048 to 16384 tokens:
 """
 # Where all pairs of a row must be listed a row costs as much as a hundred others.
 _DRAWS, _DRAWS_OF_MANY_CHUNKS, _MANY_CHUNKS = 8000, 1000, 32
-_MOST_POSITIONS = 1 << 24
 _SETTINGS = (
     "target_length",
     "train_length",
@@ -132,6 +131,7 @@ def _table(distances: list[int], lines: Mapping[str, list[str]]) -> str:
 def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
     """Settings by the name of their line, the user's own first."""
     from pose_plugin.config import parse_settings
+    from pose_plugin.positions.coverage import MOST_POSITIONS
 
     own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     wanted = [own]
@@ -147,9 +147,9 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
             values = {name: value for name, value in values.items() if name not in ("chunks", "variant")}
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)
-    if args.target_length + args.target_margin > _MOST_POSITIONS:
+    if args.target_length + args.target_margin > MOST_POSITIONS:
         raise PoSEError(
-            f"--target-length {args.target_length} and its margin are more than the {_MOST_POSITIONS} "
+            f"--target-length {args.target_length} and its margin are more than the {MOST_POSITIONS} "
             "positions that can be simulated; give smaller numbers in the same proportion"
         )
     return settings

@@ -16,6 +16,14 @@ from pose_plugin.positions.windows import _layout
 _MOST_CHUNKS_FOR_INTERVALS = 32
 
 
+MOST_POSITIONS = 1 << 24
+
+
+def simulable(settings: PoSESettings) -> bool:
+    """Whether the target is small enough to count every distance below it in memory."""
+    return settings.target_length + settings.target_margin <= MOST_POSITIONS
+
+
 @dataclass(frozen=True)
 class Coverage:
     """Coverage by distance.
@@ -59,12 +67,17 @@ def coverage(settings: PoSESettings, window: int | None = None, draws: int = 800
         seed: of the simulation.
 
     Raises:
-        PoSEError: neither `window` nor `train_length` is given.
+        PoSEError: neither `window` nor `train_length` is given, or the target is too large to simulate.
     """
     size = window or settings.train_length
     if size is None:
         raise PoSEError("coverage needs a window: set train_length to the window's tokens, or pass window=")
     target = settings.target_length
+    if not simulable(settings):
+        raise PoSEError(
+            f"target_length={target} and target_margin={settings.target_margin} are more than the {MOST_POSITIONS} "
+            "positions that can be simulated; give smaller numbers in the same proportion"
+        )
     generator = np.random.default_rng(seed)
     counts = np.zeros(target + 1)
     chunks = size if settings.sampler == "randpos" else min(settings.chunks, size)

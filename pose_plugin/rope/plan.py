@@ -99,7 +99,8 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
         maximum, factor = target_length, settings.factor or target_length / source.original_length
         request = Stretch(source, settings, target_length, float(factor))
         current, kind = stretched(request), "base" if settings.type == "auto" else settings.type
-        notes, warnings = [*source.notes, *request.notes, *_replaced(source, target_length)], request.warnings
+        notes = [*source.notes, *request.notes, *_replaced(source, target_length)]
+        warnings = [*request.warnings, *_short_factor(settings, source, target_length)]
     parameters = current
     if source.layer_type:
         parameters = copy.deepcopy(source.parameters) | {source.layer_type: current}
@@ -131,6 +132,16 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
         notes=tuple(notes),
         warnings=(*warnings, *_window_warnings(source, target_length)),
     )
+
+
+def _short_factor(settings: RopeSettings, source: RopeSource, target: int) -> list[str]:
+    reached = (settings.factor or 0) * source.original_length
+    if settings.type == "base" or not 0 < reached < target:
+        return []
+    return [
+        f"rope.factor={settings.factor:g} stretches {source.original_length} positions to {reached:g}, less than "
+        f"target_length={target}; leave factor out, and it follows from the target"
+    ]
 
 
 def describe(parameters: Mapping[str, Any], maximum: int) -> str:

@@ -201,7 +201,7 @@ def test_the_log_says_what_was_checked(runs, name):
         "self-test passed",
     ):
         assert output.count(f"[pose_plugin] {line}") == 1
-    assert "documents, " in output and "farthest position" in output
+    assert "documents (those fetched ahead included), " in output and "farthest position" in output
 
 
 # -- one live instance ---------------------------------------------------------------------------------------------
@@ -323,6 +323,7 @@ def test_saved_folder(runs, name, part):
     folder = runs.folder(name) / "out" / part
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == TARGET
+    assert "quantization_config" not in config, "a base may be loaded otherwise than it was trained on"
     # Checkpoints are for resuming, and a resume cannot read the older form.
     for key in ("rope_parameters", "rope_scaling")[: 1 if part else 2]:
         assert (config[key]["rope_type"], config[key]["factor"]) == ("linear", 8.0)

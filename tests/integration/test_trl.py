@@ -519,3 +519,36 @@ def test_other_trainers_are_left_alone(tmp_path):
         assert living.training
 
     forked(case)
+
+
+def test_a_rope_that_the_model_was_not_built_with(tmp_path):
+    with pytest.raises(CaseError, match="rope=ntk, but the model was built with rope=yarn"):
+        forked(lambda: trl_runs.sft(tmp_path, pose={"rope": "ntk"}).train())
+
+
+def test_the_record_names_the_rope_of_the_model(tmp_path):
+    def case():
+        trainer = trl_runs.sft(tmp_path, max_steps=1, eval_strategy="no")
+        trainer.model.config.pose_plugin = {**trainer.model.config.pose_plugin, "rope": "llama3"}
+        trainer.save_model(str(tmp_path / "out"))
+
+    forked(case)
+    assert json.loads((tmp_path / "out" / "pose.json").read_text())["rope"] == {"type": "llama3"}
+
+
+@pytest.mark.parametrize("pose", [{"chunks": 1}, {"unskipped_ratio": 1.0}, {"train_length": 1}], ids=str)
+def test_a_run_without_jumps_says_so(tmp_path, pose):
+    def case():
+        return trl_runs.sft(tmp_path, pose=pose, max_steps=1, eval_strategy="no").train().global_step
+
+    output = forked(case).output
+    assert "no document can have a jump" in output and "no document had a jump" in output
+
+
+def test_a_target_too_large_to_simulate_still_trains(tmp_path):
+    def case():
+        trainer = trl_runs.sft(tmp_path, pose={"target_margin": 2**25}, max_steps=1, eval_strategy="no")
+        return trainer.train().global_step
+
+    outcome = forked(case)
+    assert outcome.value == 1 and "chance that one row" not in outcome.output

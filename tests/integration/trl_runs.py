@@ -113,8 +113,7 @@ def sft(
 
 
 class Record:
-    """What reaches the decoder: in training steps, documents with their positions; in evaluation, "
-    "positions."""
+    """What reaches the decoder: in training steps, documents with their positions; in evaluation, positions."""
 
     def __init__(self, model: Any) -> None:
         self.steps: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
