@@ -51,6 +51,12 @@ def complete_folder(folder: str | Path, config: Any, settings: PoSESettings, tok
     _write(path / RECORD, record)
 
 
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """What `complete_folder` recorded in a folder; empty where it did not."""
+    file = Path(folder) / RECORD
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
 def _without_quantization(file: Path) -> None:
     """How the base was loaded for training is not how it must be loaded: a 4-bit base may serve in bf16."""
     values = json.loads(file.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.collator import PositionCollator
@@ -18,7 +18,7 @@ from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage, simulable
 from pose_plugin.rope import verify_rope
 from pose_plugin.selftest import self_test
-from pose_plugin.serving import complete_folder
+from pose_plugin.serving import complete_folder, read_record
 
 
 def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
@@ -35,7 +35,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     show_log()
     callback = PoSECallback(trainer, collator, pack)
     trainer.add_callback(callback)
-    _with_rule_undone(trainer, callback)
+    _around_training(trainer, callback)
     for name in ("get_eval_dataloader", "get_test_dataloader"):
         _with_plain_positions(trainer, name, collator)
     save_model = trainer.save_model
@@ -125,6 +125,20 @@ class PoSECallback(TrainerCallback):
             log.info("self-test passed: %s", report)
 
 
+def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
+    """Names what differs between the settings of a checkpoint and those of the run that resumes it."""
+    before = read_record(checkpoint)
+    now = settings.model_dump(mode="json")
+    # The rope of a checkpoint is the model's, which `require_same_rope` looks after where the settings name one.
+    names = [key for key in now if key not in ("rope", "self_test") and before.get(key, now[key]) != now[key]]
+    if names:
+        log.warning(
+            "resuming %s with other settings than it was trained with: %s",
+            checkpoint,
+            ", ".join(f"{key}={before[key]} → {now[key]}" for key in names),
+        )
+
+
 def require_same_rope(config: Any, settings: PoSESettings) -> None:
     """Checks a `rope` that was named in the settings against what the model was built with.
 
@@ -157,14 +171,18 @@ def require_window(config: Any, target_length: int) -> None:
         )
 
 
-def _with_rule_undone(trainer: Trainer, callback: PoSECallback) -> None:
-    """A run that ends in an exception does not call `on_train_end`."""
+def _around_training(trainer: Trainer, callback: PoSECallback) -> None:
+    """Looks at what is resumed; and a run that ends in an exception does not call `on_train_end`."""
     train = trainer.train
 
     @functools.wraps(train)
-    def train_and_undo(*args: Any, **kwargs: Any) -> Any:
+    def train_and_undo(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(trainer.args.output_dir)) or True
+        if isinstance(resume_from_checkpoint, str):
+            warn_of_other_settings(resume_from_checkpoint, callback.collator.settings)
         try:
-            return train(*args, **kwargs)
+            return train(resume_from_checkpoint, *args, **kwargs)
         finally:
             callback.boundaries.undo()
 

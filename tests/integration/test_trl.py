@@ -219,6 +219,17 @@ def test_a_resumed_run_has_the_positions_of_the_uninterrupted_one(outcome, step)
     assert result["losses"] == pytest.approx(ran.value["losses"], abs=1e-5)
 
 
+def test_resuming_with_other_settings_is_told(outcome):
+    folder, _ = outcome("plain")
+
+    def resumed():
+        trainer = trl_runs.sft(folder, pose={"seed": 7, "chunks": 3}, output_dir=str(folder / "other"), max_steps=3)
+        return trainer.train(str(folder / "out" / "checkpoint-2")).global_step
+
+    output = forked(resumed).output
+    assert "with other settings than it was trained with: chunks=2 → 3, seed=0 → 7" in output
+
+
 def test_a_resumed_adapter(outcome):
     folder, ran = outcome("lora")
 
@@ -442,9 +453,17 @@ def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
     from trl import SFTTrainer
 
     from pose_plugin import PoSECollator
+    from pose_plugin.integrations import trl as door
     from tests.conftest import make_tokenizer
 
     def case():
+        # Tests before this one in the same process may still hold a collator.
+        gc.unfreeze()
+        gc.collect()
+        while door._Watch._undo:
+            owner, original = door._Watch._undo.pop()
+            owner.__init__ = original
+        door._Watch._alive = 0
         before = Trainer.__init__, SFTTrainer.__init__
         first = PoSECollator(make_tokenizer(), target_length=64)
         second = PoSECollator(make_tokenizer(), target_length=64)
