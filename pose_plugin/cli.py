@@ -27,7 +27,15 @@ def coverage(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
+def check(parser: argparse.ArgumentParser) -> Run:
+    """reload a saved folder in a clean process and compare it with the model that was trained"""
+    from pose_plugin.serving import command
+
+    return command.add_check(parser)
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "check": check,
     "coverage": coverage,
     "evaluate": evaluate,
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.serving.base import base_of
 
 
 @dataclass
@@ -68,7 +69,8 @@ def describe(path: str, name: str | None = None) -> Source:
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():
         return Source(name, path, path, _config(path), _tokenizer(path), record=_record(folder))
-    base = _base_of(adapter)
+    base = base_of(folder).name
+    _peft()
     own = (folder / "config.json").is_file()
     notes = []
     if not own:
@@ -134,18 +136,6 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
         if isinstance(error, PoSEError):
             raise
         raise PoSEError(f"{source.path} could not be loaded on {device}: {error}") from error
-
-
-def _base_of(adapter: Path) -> str:
-    base = _json(adapter).get("base_model_name_or_path")
-    if not base:
-        raise PoSEError(f"{adapter} names no base_model_name_or_path; add the path of the base model there")
-    _peft()
-    # A relative path was relative to where training ran, which may be above the adapter's folder or here.
-    for start in (Path(), *adapter.resolve().parents):
-        if (start / base / "config.json").is_file():
-            return str(start / base)
-    return str(base)
 
 
 def _peft() -> Any:

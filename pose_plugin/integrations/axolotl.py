@@ -108,14 +108,15 @@ class PosePlugin(BasePlugin):
                 f"the trainer's collator is {type(collator).__name__}, not the plugin's: another plugin in "
                 f"plugins={list(cfg.plugins)} sets its own. Put pose_plugin first, or remove the other one"
             )
-        bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
+        self._bound = bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
+        self._bound.data = [str(each["path"]) for each in cfg.get("datasets") or [] if each.get("path")]
 
     def post_train(self, cfg: Any, model: Any) -> None:
         # The process group is gone by the second call, so the rank is read from what the launcher has set.
         if self._active(cfg) and os.environ.get("RANK", "0") == "0":
             # Axolotl may have written the model once more. The tokenizer, which knows the target since training
             # began, it writes on every rank, perhaps at this moment: that file is left alone.
-            complete_folder(cfg.output_dir, model.config, settings_of(cfg), tokenizer=False)
+            self._bound.complete(cfg.output_dir, tokenizer=False)
 
     def post_lora_merge(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         if self._active(cfg):

@@ -19,9 +19,11 @@ from pose_plugin.positions import coverage, simulable
 from pose_plugin.rope import verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.serving import complete_folder, read_record
+from pose_plugin.serving.probe import take_probe
+from pose_plugin.serving.record import model_facts, run_facts
 
 
-def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
+def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> PoSECallback:
     """Lets a trainer and its collator know of each other.
 
     The collator learns the epoch; evaluation gets plain positions; the run is checked before its first step;
@@ -44,13 +46,16 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         save_model(output_dir, *args, **kwargs)
         if trainer.args.should_save:
-            _complete(trainer, collator, output_dir or trainer.args.output_dir or ".")
+            callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
+        # Every rank takes part, as the weights may be spread over them.
+        callback.answered = probe_of(trainer, collator.settings)
 
 
 class PoSECallback(TrainerCallback):
     """Checks the run before its first step and tells the collator the epoch."""
+    return callback
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
         self.trainer, self.collator, self.pack = trainer, collator, pack
@@ -59,8 +64,19 @@ class PoSECallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs.get("model") or self.trainer.model
+        self.answered: dict[str, Any] | None = None
+        self.data: list[str] | None = None
         settings = self.collator.settings
         # After a resume the trainer goes on in the epoch in which it was stopped.
+    def complete(self, folder: str | Path, tokenizer: bool = True) -> None:
+        """Writes what frameworks leave out of a saved folder. On one rank only."""
+        trainer, settings = self.trainer, self.collator.settings
+        model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
+        complete_folder(folder, model.config, settings, tokenizer, facts=facts, probe=self.answered)
+        if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
+            _resumable(Path(folder) / "config.json")
+
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         verify_rope(model)
         require_window(model.config, settings.target_length)
@@ -89,6 +105,8 @@ class PoSECallback(TrainerCallback):
             log.info(
                 "this process drew %(documents)d documents (those fetched ahead included), %(skipped)d of them with a "
                 "jump, %(tokens)d tokens, farthest position %(farthest)d",
+        # Now, while all ranks are here: Axolotl saves once more when they are gone.
+        self.answered = probe_of(self.trainer, self.collator.settings)
                 trained,
             )
             if not trained["skipped"] and self.collator.settings.sampler != "none":
@@ -205,11 +223,26 @@ def _with_plain_positions(trainer: Trainer, name: str, collator: PositionCollato
     setattr(trainer, name, make_plain)
 
 
-def _complete(trainer: Trainer, collator: PositionCollator, folder: str) -> None:
+def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
+    """What the model answers now, for `pose-plugin check`; None, with a warning, where it cannot be asked.
+
+    On every rank, as FSDP and ZeRO-3 gather weights in the forward.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    complete_folder(folder, model.config, collator.settings)
-    if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
-        _resumable(Path(folder) / "config.json")
+    spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
+    try:
+        return take_probe(
+            model,
+            settings.target_length,
+            compute=mixed,
+            forward=trainer.model_wrapped if spread else None,
+            device=trainer.args.device if spread else None,
+        )
+    except Exception as error:
+        # The weights are saved already, and a run is worth more than its proof.
+        log.warning("no probe of the trained model could be taken, so `pose-plugin check` cannot compare: %s", error)
+        return None
 
 
 def _resumable(file: Path) -> None:

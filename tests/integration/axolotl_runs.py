@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conftest import make_llama, make_tokenizer
+from tests.conftest import is_save_probe, make_llama, make_tokenizer
 
 # The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
 WORDS = [f"w{i}" for i in range(30, 100)]
@@ -156,7 +156,7 @@ class Batch:
     """What one forward of the model received.
 
     Attributes:
-        kind: "train", "eval", or "probe" (the start-up self-test).
+        kind: "train", "eval", "probe" (the start-up self-test) or "save" (what is asked at each save).
         tokens, positions, mask: arrays of shape (batch, length); mask is None where the model got none.
     """
 
@@ -232,6 +232,7 @@ def run(values: dict[str, Any]) -> Run:
 
     def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         kind = "train" if torch.is_grad_enabled() else "probe" if module.training else "eval"
+        kind = "save" if is_save_probe(kwargs["input_ids"]) else kind
         arrays = [kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
         batches.append(Batch(kind, *(None if a is None else a.cpu().numpy().copy() for a in arrays)))
 
