@@ -87,8 +87,8 @@ def restart_boundaries() -> Iterator[None]:
 
 
 def text_config(model: Any) -> Any:
-    """The config of the (text) model; DDP and other wrappers have none, but hold the model as `module`."""
-    while not hasattr(model, "config") and hasattr(model, "module"):
+    """The config of the (text) model. DDP and DeepSpeed hold the model as `module`; DeepSpeed has a `config` of its own."""
+    while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
         model = model.module
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config

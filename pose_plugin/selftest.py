@@ -21,6 +21,7 @@ from pose_plugin.attention import attention_function, text_config
 from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import SelfTestError
 from pose_plugin.positions import Window
+from pose_plugin.ranks import all_problems, beside_training
 
 # An effect below this share of the effect within a chunk is none: the silent fault gives exactly 0, a working
 # model several percent (measured: 0.074 of 0.573), rounding in bf16 leaves unrelated rows unchanged.
@@ -129,7 +130,7 @@ def self_test(
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         model.train()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast(), beside_training(model):
 
             def logits(**change: Any) -> torch.Tensor:
                 torch.manual_seed(0)
@@ -144,7 +145,7 @@ def self_test(
         for module, training in states:
             module.training = training
     report = probe.report(plain, changed, moved, other)
-    problems = _agree(report.problems())
+    problems = all_problems(report.problems())
     if problems:
         raise SelfTestError(
             "PoSE self-test: this run would train without learning long distances.\n- "
@@ -261,12 +262,3 @@ class _Probe:
 def _feature(tokens: np.ndarray) -> dict[str, Any]:
     ids = tokens.tolist()
     return {"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)}
-
-
-def _agree(problems: list[str]) -> list[str]:
-    """Every rank gets every rank's problems, so that none trains on while another has stopped."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return problems
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, problems)
-    return sorted({problem for each in gathered for problem in each})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,18 +33,64 @@ def forked(case: Callable[..., Any], *args: Any, timeout: float = 300) -> Outcom
     Raises:
         CaseError: it raised, died or ran past `timeout` seconds.
     """
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "output"
+    return _Child(case, args, {}).outcome(timeout)
+
+
+def ranks(case: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 300, **environment: str) -> list[Any]:
+    """Calls `case(*args)` in `world` children at once, each with the environment that torchrun would give it.
+
+    Args:
+        environment: more variables.
+
+    Returns:
+        For each rank its Outcome, or the CaseError: the failure of one rank may be what a test is about.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launched = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    launched |= {"MASTER_PORT": port, **environment}
+    children = [_Child(case, args, launched | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
+    end = time.monotonic() + timeout
+    found: list[Any] = []
+    for child in children:
+        try:
+            found.append(child.outcome(max(1.0, end - time.monotonic())))
+        except CaseError as error:
+            found.append(error)
+    return found
+
+
+def good_ranks(*args: Any, **kwargs: Any) -> list[Outcome]:
+    """`ranks`, where every rank must succeed.
+
+    Raises:
+        CaseError: with the failures of all ranks; what failed first is seldom what failed on rank 0.
+    """
+    found = ranks(*args, **kwargs)
+    failed = [f"rank {rank}: {one}" for rank, one in enumerate(found) if isinstance(one, CaseError)]
+    if failed:
+        raise CaseError("\n".join(failed))
+    return found
+
+
+class _Child:
+    """A case that has been started."""
+
+    def __init__(self, case: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receive, send = context.Pipe(duplex=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "output"
 
         def child() -> None:
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+            descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             # pytest has put its own capture in their place.
             sys.stdout = os.fdopen(1, "w", buffering=1)
             sys.stderr = os.fdopen(2, "w", buffering=1)
+            os.environ.update(environment)
             try:
                 send.send((True, case(*args)))
             except BaseException as error:
@@ -52,18 +100,21 @@ def forked(case: Callable[..., Any], *args: Any, timeout: float = 300) -> Outcom
                 sys.stderr.flush()
                 os._exit(0)
 
-        process = context.Process(target=child)
-        process.start()
+        self._process = context.Process(target=child)
+        self._process.start()
         send.close()
-        answered = receive.poll(timeout)
+
+    def outcome(self, timeout: float) -> Outcome:
+        answered = self._receive.poll(timeout)
         try:
-            good, value = receive.recv() if answered else (False, f"no answer within {timeout} s")
+            good, value = self._receive.recv() if answered else (False, f"no answer within {timeout:.0f} s")
         except EOFError:
             good, value = False, "the child died"
         if not answered:
-            process.kill()
-        process.join()
-        output = log.read_text(errors="replace") if log.exists() else ""
-    if not good:
-        raise CaseError(f"{value}\n--- output ---\n{output[-6000:]}")
-    return Outcome(value, output)
+            self._process.kill()
+        self._process.join()
+        output = self._log.read_text(errors="replace") if self._log.exists() else ""
+        self._folder.cleanup()
+        if not good:
+            raise CaseError(f"{value}\n--- output ---\n{output[-6000:]}")
+        return Outcome(value, output)

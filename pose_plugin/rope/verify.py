@@ -86,7 +86,8 @@ def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     Raises:
         RopeMismatchError: naming the module, the first differing dimension, got and wanted, and what to do.
     """
-    while not hasattr(model, "config") and hasattr(model, "module"):
+    # DeepSpeed's engine has a `config` too, its own.
+    while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
         model = model.module
     text = text_config(model.config)
     wanted = _expected(text if expected is None else expected, text)

@@ -74,13 +74,12 @@ def sft(
     **config: Any,
 ) -> Any:
     """An SFTTrainer of 2 epochs of 4 steps; `share` is a collator that was used before."""
+    import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     from pose_plugin import PoSECollator
 
-    model, tokenizer = make_model(folder, extended, attention)
-    tokenizer.chat_template = chat_template
     values = {
         "output_dir": str(folder / "out"),
         "num_train_epochs": EPOCHS,
@@ -98,9 +97,15 @@ def sft(
         **config,
     }
     data = Dataset.from_list(rows or texts())
+    # Before the model: ZeRO-3 divides a model while it is loaded only if it is known by then.
+    args = SFTConfig(**values)
+    model, tokenizer = make_model(folder, extended, attention)
+    tokenizer.chat_template = chat_template
+    # Loading may or may not draw random numbers, and an adapter is made next.
+    torch.manual_seed(0)
     return SFTTrainer(
         model,
-        args=SFTConfig(**values),
+        args=args,
         train_dataset=data,
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer,
@@ -126,13 +131,13 @@ class Record:
         import torch
 
         positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
+        if is_save_probe(kwargs["input_ids"]):
+            return
         if not module.training:
             self.evaluation.append(positions.tolist())
         elif torch.is_grad_enabled():  # the self-test runs without gradients
             self.masked.add(mask is not None)
             self.steps.append(documents_of(kwargs["input_ids"], positions, mask))
-        if is_save_probe(kwargs["input_ids"]):
-            return
 
 
 def documents_of(ids: Any, positions: Any, mask: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

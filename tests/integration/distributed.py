@@ -1,0 +1,174 @@
+"""What each rank of a distributed run does and sees. Two ranks are forked children of the test process on CPU (gloo).
+
+The strategies are those of `example_configs/accelerate` and `example_configs/deepspeed`, by accelerate's own reading of
+these files. What a CPU needs beside them is in `on_cpu`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "example_configs"
+
+
+class Case(NamedTuple):
+    framework: str
+    strategy: str
+    adapter: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+CASES = [
+    Case(framework, strategy, adapter)
+    for framework, strategies in {
+        "trl": ("ddp", "zero2", "zero3"),
+        "axolotl": ("ddp", "zero2", "zero3"),
+        "loop": ("fsdp2",),
+    }.items()
+    for strategy in strategies
+    for adapter in ("full", "lora")
+]
+SINGLE = {
+    framework: [Case(framework, "single", adapter) for adapter in ("full", "lora")] for framework in ("trl", "axolotl")
+}
+
+
+def environment(strategy: str) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file` sets for a strategy's example, on two CPU processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    line = ["--config_file", str(CONFIGS / "accelerate" / f"{strategy}.yaml"), "--num_processes", "2"]
+    # No bf16, so that losses can be compared; port 0 is any.
+    line += ["--mixed_precision", "no", "--main_process_port", "0", "script.py"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(line))
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+    names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_"))]
+    return {name: found[name] for name in names} | ({} if args.use_deepspeed else {"ACCELERATE_USE_CPU": "true"})
+
+
+def on_cpu(strategy: str) -> None:
+    """Called first by each rank: what the strategy needs where there is no GPU.
+
+    - The examples name the DeepSpeed file relative to the root of the repository.
+    - DeepSpeed compiles a shared-memory kernel for all-reduce on CPU, a minute with g++; gloo does without.
+    - ZeRO-2 gathers into tensors that require a gradient, which gloo refuses.
+    """
+    os.chdir(ROOT)
+    if not strategy.startswith("zero"):
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
+
+
+def frequencies(model: Any) -> dict[str, tuple[str, list[float]]]:
+    """Name → (dtype, values) of every inv_freq, exactly."""
+    return {
+        name.rsplit("rotary_emb")[-1]: (str(buffer.dtype), buffer.double().tolist())
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq")
+    }
+
+
+def seen(trainer: Any, model: Any) -> dict[str, Any]:
+    """What a rank has seen of its run, in a form that passes between processes."""
+    import torch
+
+    from tests.integration.trl_runs import logits_far_out
+
+    history = trainer.state.log_history
+    return {
+        "world": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "kind": trainer.accelerator.distributed_type.value,
+        "stage": stage(trainer),
+        "divided": divided(model),
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "losses": [line["loss"] for line in history if "loss" in line],
+        "eval_losses": [line["eval_loss"] for line in history if "eval_loss" in line],
+        "frequencies": frequencies(model),
+        "logits": logits_far_out(model),
+    }
+
+
+def stage(trainer: Any) -> int | None:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return plugin.zero_stage if plugin is not None else None
+
+
+def divided(model: Any) -> bool:
+    """Whether at least one weight is, outside of a forward, not whole on this rank."""
+    return any(getattr(p, "ds_status", None) is not None and p.numel() == 0 for p in model.parameters())
+
+
+def lora(**changes: Any) -> Any:
+    from peft import LoraConfig
+
+    # Norms and embeddings are trained along; without dropout, since masks differ with the number of ranks.
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=["norm", "embed_tokens"])
+
+
+def trl(folder: Path, case: Case, resume: str | None = None, out: str = "out", **config: Any) -> dict[str, Any]:
+    """One rank, or the single process, of a TRL run: four steps of two rows, checkpoints, and a saved model."""
+    from tests.integration import trl_runs
+
+    on_cpu(case.strategy)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    values = {
+        "output_dir": str(folder / out),
+        "per_device_train_batch_size": 2 // world,
+        "per_device_eval_batch_size": 2 // world,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+        "num_train_epochs": 1,
+        # With use_cpu, accelerate knows of no DeepSpeed; without a GPU, the backend's name leads it to the CPU.
+        "use_cpu": not case.strategy.startswith("zero"),
+        "ddp_backend": "gloo" if world > 1 else None,
+        **config,
+    }
+    trainer = trl_runs.sft(folder, peft=lora() if case.adapter == "lora" else None, **values)
+    divided_at_birth = divided(trainer.model)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    return {**seen(trainer, trainer.model), "divided_at_birth": divided_at_birth}
+
+
+def saved_tensors(folder: Path) -> dict[str, int]:
+    """Name → number of values, of everything in a folder's safetensors files."""
+    import math
+
+    from safetensors import safe_open
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                found[name] = math.prod(file.get_slice(name).get_shape())
+    return found
+
+
+def reloaded(folder: Path, adapter: str) -> dict[str, Any]:
+    """The saved model, loaded as anybody would load it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.integration.trl_runs import logits_far_out
+
+    config = AutoConfig.from_pretrained(folder / "out")
+    if adapter == "lora":
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(folder / "base", config=config)
+        model: Any = PeftModel.from_pretrained(base, folder / "out")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    return {"frequencies": frequencies(model), "logits": logits_far_out(model)}
