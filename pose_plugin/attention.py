@@ -87,7 +87,7 @@ def restart_boundaries() -> Iterator[None]:
 
 
 def text_config(model: Any) -> Any:
-    """The config of the (text) model. DDP and DeepSpeed hold the model as `module`; DeepSpeed has a `config` of its own."""
+    """The config of the (text) model. DDP and DeepSpeed hold it as `module`; DeepSpeed has a `config` of its own."""
     while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
         model = model.module
     config = model.config
