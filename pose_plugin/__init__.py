@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pose_plugin.positions import coverage
     from pose_plugin.rope import extend_context, verify_rope
     from pose_plugin.selftest import self_test
+    from pose_plugin.serving.loading import load_extended
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "SelfTestError": "errors",
     "coverage": "positions",
     "extend_context": "rope",
+    "load_extended": "serving.loading",
     "self_test": "selftest",
     "verify_rope": "rope",
 }
@@ -49,6 +51,7 @@ __all__ = [
     "SelfTestError",
     "coverage",
     "extend_context",
+    "load_extended",
     "self_test",
     "verify_rope",
 ]

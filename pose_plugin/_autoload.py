@@ -6,6 +6,8 @@ leaves one import hook that acts when Axolotl's modules are imported, and is gon
 finds the plugin by its own entry point and is left alone. Off with TORCH_DEVICE_BACKEND_AUTOLOAD=0; then
 `plugins: [pose_plugin.PosePlugin]` works.
 
+The same hook lets PEFT warn where an adapter of ours is put on a base without the extension.
+
 Nothing here may raise: torch would refuse to be imported.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -131,7 +134,29 @@ FORGOTTEN_LINE = (
     "effect. Add `plugins: [pose_plugin]`, or remove the block"
 )
 
+def _notice_plain_bases(peft_model: ModuleType) -> None:
+    """peft.peft_model: an adapter of ours that is put on a base without the extension is warned about."""
+    owner = peft_model.PeftModel
+    original = owner.__dict__["from_pretrained"].__func__
+    if getattr(original, "_pose_plugin", False):
+        return
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(cls, model, model_id, *args, **kwargs)
+        # Whoever loads another adapter pays for this look at the disk and for nothing else.
+        if os.path.isfile(os.path.join(str(model_id), "pose.json")):
+            from pose_plugin.serving.loading import warn_of_plain_base
+
+            warn_of_plain_base(loaded, model_id)
+        return loaded
+
+    from_pretrained._pose_plugin = True  # type: ignore[attr-defined]
+    owner.from_pretrained = classmethod(from_pretrained)
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "axolotl.integrations.base": _accept_bare_name,
     "axolotl.utils.config": _notice_forgotten_line,
+    "peft.peft_model": _notice_plain_bases,
 }
