@@ -16,7 +16,8 @@ from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage, simulable
-from pose_plugin.rope import verify_rope
+from pose_plugin.ranks import beside_training, together
+from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.serving import complete_folder, read_record
 from pose_plugin.serving.probe import take_probe
@@ -45,29 +46,25 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     @functools.wraps(save_model)
     def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         save_model(output_dir, *args, **kwargs)
+        # Every rank takes part, as the weights may be spread over them.
+        callback.answered = probe_of(trainer, collator.settings)
         if trainer.args.should_save:
             callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
-        # Every rank takes part, as the weights may be spread over them.
-        callback.answered = probe_of(trainer, collator.settings)
+    return callback
 
 
 class PoSECallback(TrainerCallback):
     """Checks the run before its first step and tells the collator the epoch."""
-    return callback
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
         self.trainer, self.collator, self.pack = trainer, collator, pack
         self.boundaries = RestartBoundaries()
-        self._next_epoch = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model: Any = kwargs.get("model") or self.trainer.model
         self.answered: dict[str, Any] | None = None
         self.data: list[str] | None = None
-        settings = self.collator.settings
-        # After a resume the trainer goes on in the epoch in which it was stopped.
+        self._next_epoch = 0
+
     def complete(self, folder: str | Path, tokenizer: bool = True) -> None:
         """Writes what frameworks leave out of a saved folder. On one rank only."""
         trainer, settings = self.trainer, self.collator.settings
@@ -77,15 +74,13 @@ class PoSECallback(TrainerCallback):
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
             _resumable(Path(folder) / "config.json")
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model: Any = kwargs.get("model") or self.trainer.model
+        settings = self.collator.settings
+        # After a resume the trainer goes on in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
-        verify_rope(model)
-        require_window(model.config, settings.target_length)
-        require_same_rope(model.config, settings)
-        if self.pack is not None:
-            require_packing_support(model)
-            self.boundaries.install()
-            # With a cache, transformers looks for no documents at all and packed ones would mix.
-            model.config.get_text_config().use_cache = False
+        with together():
+            self._check(model)
         tokenizer = self.trainer.processing_class
         if getattr(tokenizer, "model_max_length", settings.target_length) < settings.target_length:
             tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
@@ -93,6 +88,30 @@ class PoSECallback(TrainerCallback):
             self._describe()
         if settings.self_test and settings.sampler != "none":
             self._self_test(args)
+            with together():
+                # FSDP 1 casts buffers in the first forward.
+                self._frequencies(model)
+
+    def _frequencies(self, model: Any) -> None:
+        restored = restore_rope(model, only_coarse=True)
+        if restored and self.trainer.is_world_process_zero():
+            log.info(
+                "%s were cast to bf16 or fp16, as DeepSpeed and FSDP 1 do with a whole model; they are float32 again",
+                ", ".join(restored),
+            )
+        verify_rope(model)
+
+    def _check(self, model: Any) -> None:
+        settings = self.collator.settings
+        require_whole_rows(self.trainer)
+        self._frequencies(model)
+        require_window(model.config, settings.target_length)
+        require_same_rope(model.config, settings)
+        if self.pack is not None:
+            require_packing_support(model)
+            self.boundaries.install()
+            # With a cache, transformers looks for no documents at all and packed ones would mix.
+            model.config.get_text_config().use_cache = False
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.set_epoch(self._next_epoch)
@@ -100,13 +119,13 @@ class PoSECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.boundaries.undo()
+        # Now, while all ranks are here: Axolotl saves once more when they are gone.
+        self.answered = probe_of(self.trainer, self.collator.settings)
         trained = self.collator.trained()
         if trained["documents"]:
             log.info(
                 "this process drew %(documents)d documents (those fetched ahead included), %(skipped)d of them with a "
                 "jump, %(tokens)d tokens, farthest position %(farthest)d",
-        # Now, while all ranks are here: Axolotl saves once more when they are gone.
-        self.answered = probe_of(self.trainer, self.collator.settings)
                 trained,
             )
             if not trained["skipped"] and self.collator.settings.sampler != "none":
@@ -173,6 +192,23 @@ def require_same_rope(config: Any, settings: PoSESettings) -> None:
         )
 
 
+def require_whole_rows(trainer: Trainer) -> None:
+    """Checks that no row is split over devices.
+
+    Raises:
+        PoSEError: context or sequence parallelism is on. Its ring of devices takes neither the mask nor the rule that
+            keep the chunks of a row together.
+    """
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    for key in ("cp_size", "sp_size"):
+        size = getattr(parallel, key, None) or 1
+        if size > 1:
+            raise PoSEError(
+                f"{key}={size} splits each row over {size} devices, and chunks on different ones would not be kept "
+                f"together. Set {key}: 1: PoSE rows are short, and data parallelism or ZeRO-3/FSDP uses the devices"
+            )
+
+
 def require_window(config: Any, target_length: int) -> None:
     """Checks that a model was built for the target.
 
@@ -232,13 +268,14 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
     spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
     try:
-        return take_probe(
-            model,
-            settings.target_length,
-            compute=mixed,
-            forward=trainer.model_wrapped if spread else None,
-            device=trainer.args.device if spread else None,
-        )
+        with beside_training(trainer.model_wrapped):
+            return take_probe(
+                model,
+                settings.target_length,
+                compute=mixed,
+                forward=trainer.model_wrapped if spread else None,
+                device=trainer.args.device if spread else None,
+            )
     except Exception as error:
         # The weights are saved already, and a run is worth more than its proof.
         log.warning("no probe of the trained model could be taken, so `pose-plugin check` cannot compare: %s", error)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from pose_plugin.rope.kinds import inverse_frequencies, ntk_base
     from pose_plugin.rope.plan import RopePlan, plan_rope
+    from pose_plugin.rope.restore import restore_rope
     from pose_plugin.rope.theory import retrieval_base
     from pose_plugin.rope.verify import RopeReport, verify_rope
 
@@ -31,6 +32,7 @@ _HOME = {
     "merge_overrides": "apply",
     "ntk_base": "kinds",
     "plan_rope": "plan",
+    "restore_rope": "restore",
     "retrieval_base": "theory",
     "rope_overrides": "apply",
     "verify_rope": "verify",
@@ -46,6 +48,7 @@ __all__ = [
     "merge_overrides",
     "ntk_base",
     "plan_rope",
+    "restore_rope",
     "retrieval_base",
     "rope_overrides",
     "verify_rope",

@@ -193,7 +193,8 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
         raise RopeMismatchError(
             f"{live.name}[{first}] is {got[first]:.9g}, but {parameters['rope_type']} with theta "
             f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference "
-            f"{fits[best][first]:.1e}, allowed {rtol:.1e}). {_REBUILD}"
+            f"{fits[best][first]:.1e}, allowed {rtol:.1e}). {_REBUILD}. If the model was moved off the meta device by "
+            "to_empty, call pose_plugin.rope.restore_rope(model) instead"
         )
     if live.original is not None and parameters["rope_type"] == "longrope":
         start = _difference(_read(live.name, live.original), candidates[0][0]).max()
@@ -231,14 +232,15 @@ def _read(name: str, tensor: Any) -> Frequencies:
     if tensor.is_meta:
         raise RopeMismatchError(
             f"{name} is on the meta device: its values do not exist yet. Verify after the weights are "
-            "loaded; if they are, the loader left the buffer out (it is not in the checkpoint and must be "
-            "made from the config)"
+            "loaded; if they are, the loader left the buffer out, as it is in no checkpoint: call "
+            "pose_plugin.rope.restore_rope(model)"
         )
     if str(tensor.dtype) not in ("torch.float32", "torch.float64"):
         raise RopeMismatchError(
             f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 "
             "from 257. Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of "
-            "casting the whole model with .to(torch.bfloat16) or .half()"
+            "casting the whole model with .to(torch.bfloat16) or .half(); or call pose_plugin.rope.restore_rope(model) "
+            "after the cast"
         )
     values: Frequencies = tensor.detach().cpu().double().numpy().reshape(-1)
     return values

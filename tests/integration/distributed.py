@@ -58,15 +58,30 @@ def on_cpu(strategy: str) -> None:
 
     - The examples name the DeepSpeed file relative to the root of the repository.
     - DeepSpeed compiles a shared-memory kernel for all-reduce on CPU, a minute with g++; gloo does without.
+    - accelerate knows no backend for DeepSpeed where there is no GPU, and would run each rank alone.
     - ZeRO-2 gathers into tensors that require a gradient, which gloo refuses.
+    - transformers looks for a GPU before it allows bf16 without use_cpu; CPUs compute in bf16 too.
     """
+    import torch
+
     os.chdir(ROOT)
+    # A resumed DDP run loads its optimizer to "cpu:0", a name that torch does not know.
+    torch.serialization.register_package(30, lambda _: None, lambda data, at: data if at.startswith("cpu") else None)
     if not strategy.startswith("zero"):
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import torch
+    from accelerate import PartialState
+    from transformers import training_args
 
+    prepare = PartialState._prepare_backend
+
+    def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        backend, kind = prepare(state, *args, **kwargs)
+        return backend or "gloo", kind
+
+    PartialState._prepare_backend = prepare_backend
+    training_args.is_torch_bf16_gpu_available = lambda: True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
 
@@ -92,6 +107,7 @@ def seen(trainer: Any, model: Any) -> dict[str, Any]:
         "kind": trainer.accelerator.distributed_type.value,
         "stage": stage(trainer),
         "divided": divided(model),
+        "dtype": str(next(model.parameters()).dtype),
         "wrapped": type(trainer.model_wrapped).__name__,
         "losses": [line["loss"] for line in history if "loss" in line],
         "eval_losses": [line["eval_loss"] for line in history if "eval_loss" in line],
@@ -110,14 +126,45 @@ def divided(model: Any) -> bool:
     return any(getattr(p, "ds_status", None) is not None and p.numel() == 0 for p in model.parameters())
 
 
-def lora(**changes: Any) -> Any:
+def fault_of(name: str) -> Any:
+    """A callback that spoils the run of rank 1, and of no other, when training begins."""
+    from transformers import TrainerCallback
+
+    class Fault(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if os.environ["RANK"] == "1":
+                FAULTS[name](kwargs["model"])
+
+    return Fault()
+
+
+def lose_the_mask(model: Any) -> None:
+    for module in model.modules():
+        if type(module).__name__ == "LlamaModel":
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+            )
+
+
+def spoil_the_frequencies(model: Any) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.mul_(2)
+
+
+FAULTS = {"mask": lose_the_mask, "frequencies": spoil_the_frequencies}
+
+
+def lora() -> Any:
     from peft import LoraConfig
 
     # Norms and embeddings are trained along; without dropout, since masks differ with the number of ranks.
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=["norm", "embed_tokens"])
 
 
-def trl(folder: Path, case: Case, resume: str | None = None, out: str = "out", **config: Any) -> dict[str, Any]:
+def trl(
+    folder: Path, case: Case, resume: str | None = None, out: str = "out", fault: str | None = None, **config: Any
+) -> dict[str, Any]:
     """One rank, or the single process, of a TRL run: four steps of two rows, checkpoints, and a saved model."""
     from tests.integration import trl_runs
 
@@ -131,13 +178,14 @@ def trl(folder: Path, case: Case, resume: str | None = None, out: str = "out", *
         "save_steps": 2,
         "max_steps": 4,
         "num_train_epochs": 1,
-        # With use_cpu, accelerate knows of no DeepSpeed; without a GPU, the backend's name leads it to the CPU.
+        # With use_cpu, accelerate knows of no DeepSpeed.
         "use_cpu": not case.strategy.startswith("zero"),
-        "ddp_backend": "gloo" if world > 1 else None,
         **config,
     }
     trainer = trl_runs.sft(folder, peft=lora() if case.adapter == "lora" else None, **values)
     divided_at_birth = divided(trainer.model)
+    if fault is not None:
+        trainer.callback_handler.callbacks.insert(0, fault_of(fault))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return {**seen(trainer, trainer.model), "divided_at_birth": divided_at_birth}

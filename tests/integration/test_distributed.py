@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.forked import forked, good_ranks
+from tests.forked import CaseError, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case
 
@@ -97,3 +97,67 @@ def test_what_is_saved_reloads_to_what_was_trained(run, case):
     assert loaded["frequencies"] == ranks[0].value["frequencies"]
     for got, expected in zip(loaded["logits"], ranks[0].value["logits"], strict=True):
         assert got == pytest.approx(expected, abs=1e-5)
+
+
+STRATEGIES = ("ddp", "zero2", "zero3")
+WAY_OUT = {
+    "mask": ("SelfTestError: PoSE self-test", "chunk 2 does not see chunk 1", "(only on rank 1 of 2)"),
+    "frequencies": ("RopeMismatchError: ", "inv_freq[0] is 2, but yarn"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("fault", distributed.FAULTS)
+def test_what_one_rank_finds_stops_all(run, tmp_path, strategy, fault):
+    case = Case("trl", strategy, "full")
+    needs(case)
+    trl_runs.make_model(tmp_path)
+    found = ranks(faulty, tmp_path, case, fault, timeout=200, **distributed.environment(strategy))
+    for rank, error in enumerate(found):
+        assert isinstance(error, CaseError)
+        for words in WAY_OUT[fault]:
+            assert words in str(error), f"rank {rank}: {error}"
+    # The rank that saw it says so itself; the other names it.
+    if fault == "frequencies":
+        assert str(found[0]).startswith("PoSEError: rank 1 of 2 stopped, and so does this one: RopeMismatchError: ")
+        assert str(found[1]).startswith("RopeMismatchError: ")
+    assert not (tmp_path / "out" / "checkpoint-2").exists()
+
+
+def faulty(folder, case, fault):
+    return distributed.trl(folder, case, fault=fault)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_bf16_leaves_the_frequencies_alone(run, tmp_path, strategy):
+    """DeepSpeed casts the whole module, rotary buffers included; by 2⁻⁹ a position near 500 would be off by one."""
+    case = Case("trl", strategy, "full")
+    needs(case)
+    expected = run(Case("trl", "single", "full"))[1][0].value
+    trl_runs.make_model(tmp_path)
+    variables = {**distributed.environment(strategy), "ACCELERATE_MIXED_PRECISION": "bf16"}
+    for rank in good_ranks(in_bf16, tmp_path, case, **variables):
+        assert rank.value["frequencies"] == expected["frequencies"]
+        assert rank.value["dtype"] == "torch.bfloat16"
+        assert rank.value["losses"] == pytest.approx(expected["losses"], abs=2e-3)
+
+
+def in_bf16(folder, case):
+    return distributed.trl(folder, case, bf16=True)
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_goes_on_where_it_stopped(run, strategy, adapter):
+    case = Case("trl", strategy, adapter)
+    needs(case)
+    folder, straight = run(case)
+    for rank, resumed in enumerate(good_ranks(resume, folder, case, **distributed.environment(strategy))):
+        for name in ("losses", "eval_losses"):
+            assert resumed.value[name] == pytest.approx(straight[rank].value[name], abs=1e-5)
+        assert resumed.value["frequencies"] == straight[rank].value["frequencies"]
+        assert resumed.value["logits"][0] == pytest.approx(straight[rank].value["logits"][0], abs=1e-5)
+
+
+def resume(folder, case):
+    return distributed.trl(folder, case, resume=str(folder / "out" / "checkpoint-2"), out="again")
