@@ -34,10 +34,18 @@ def check(parser: argparse.ArgumentParser) -> Run:
     return command.add_check(parser)
 
 
+def export(parser: argparse.ArgumentParser) -> Run:
+    """print the lines that serve a saved folder with an engine, and write what it needs"""
+    from pose_plugin.serving import command
+
+    return command.add_export(parser)
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "check": check,
     "coverage": coverage,
     "evaluate": evaluate,
+    "export": export,
 }
 
 

@@ -24,7 +24,8 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.trainer import bind
 from pose_plugin.log import log, show_log
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
-from pose_plugin.serving import complete_folder
+from pose_plugin.serving import complete_folder, read_record
+from pose_plugin.serving.merged import complete_merged
 
 _BARE, _DOTTED = "pose_plugin", "pose_plugin.PosePlugin"
 _BUILT_IN = ("use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks")
@@ -80,16 +81,8 @@ class PosePlugin(BasePlugin):
             log.warning("rope: %s", warning)
         ours = rope_overrides(base, settings.target_length, settings.rope)
         cfg["overrides_of_model_config"] = merge_overrides(ours, _plain(cfg.get("overrides_of_model_config")))
-        if cfg.get("adapter") and not _has_entry_points():
-            # The other method copies the base's config.json, without the override; there is no hook to mend it.
-            if cfg.get("merge_method") == "memory_efficient":
-                raise PoSEError(
-                    "merge_method=memory_efficient would write the base's config.json into the merged model, without "
-                    "the RoPE extension. Write merge_method: legacy"
-                )
-            cfg["merge_method"] = "legacy"
-            if cfg.get("merge_lora"):
-                _mend_after_the_merge()
+        if cfg.get("merge_lora") and not _has_entry_points():
+            _mend_after_the_merge()
 
     def get_input_args(self) -> str | None:
         return f"{PoSEArgs.__module__}.{PoSEArgs.__qualname__}" if self._is_live() else None
@@ -244,10 +237,16 @@ def _has_entry_points() -> bool:
 def _mend_merged(cfg: Any) -> None:
     from axolotl.loaders.utils import load_model_config
 
-    folder = Path(cfg.output_dir) / "merged"
     config = load_model_config(cfg)
     if cfg.get("merge_method") != "legacy":
         # The legacy method saves the model's own config, with the override and the merged dtype.
+    """Axolotl's memory-efficient merge copies the base's config.json, and both methods leave the limit to chance."""
+    folder = Path(cfg.output_dir) / "merged"
+    adapter = Path(cfg.get("lora_model_dir") or cfg.output_dir)
+    if read_record(adapter):
+        complete_merged(folder, adapter)
+        log.info("%s has the extension; compare it with the trained model: pose-plugin check %s", folder, folder)
+        return
         config.save_pretrained(folder)
     complete_folder(folder, config, settings_of(cfg))
 

@@ -14,6 +14,7 @@ from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
+from pose_plugin.integrations.frozen import warning_of_frozen_parts
 from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage, simulable
 from pose_plugin.ranks import beside_training, together
@@ -142,6 +143,9 @@ class PoSECallback(TrainerCallback):
         if settles or settings.unskipped_ratio == 1 or settings.train_length == 1:
             log.warning(
                 "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
+        frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
+        if frozen:
+            log.warning(frozen)
                 "plain positions. Use chunks: 2",
                 settings.chunks,
                 settings.unskipped_ratio,

@@ -73,6 +73,7 @@ def check_folder(
     device: str = "cpu",
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    python: str | None = None,
     timeout: float = 3600,
 ) -> CheckReport:
     """Reloads a folder in a clean process and compares it with the trained model.
@@ -89,6 +90,7 @@ def check_folder(
         device: "cpu", "cuda", …
         dtype: load in this type instead of the trained one.
         trust_remote_code: let the folder's own code run.
+        python: interpreter of another environment, e.g. one with transformers 4; this package need not be there.
         timeout: seconds for the reload.
 
     Raises:
@@ -103,7 +105,7 @@ def check_folder(
         return report
     _forms_agree(report, path / "config.json")
     where = base_of(path, base) if adapter else None
-    answer = _reload(path, where, record, probe, device, dtype, trust_remote_code, timeout)
+    answer = _reload(path, where, record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
     report.add("reload", "error" not in answer, _reloaded(answer, path, where))
     _maximum(report, answer, int(record["target_length"]))
     _tokenizer(report, answer, int(record["target_length"]))
@@ -156,11 +158,7 @@ def _forms_agree(report: CheckReport, file: Path) -> None:
     """transformers 5 and older readers look at different keys."""
     text = text_part(read_json(file))
     if text is None or not text.get("rope_parameters"):
-        report.add(
-            "older form",
-            False if text is None or not text.get("rope_scaling") else None,
-            "config.json has no rope_parameters, the form of transformers 5",
-        )
+        report.add("older form", None, "config.json has no rope_parameters, the form of transformers 5")
         return
     wanted = legacy_copies(text["rope_parameters"], str(text.get("model_type")))
     scaling = text.get("rope_scaling")
@@ -191,6 +189,7 @@ def _reload(
     device: str,
     dtype: str | None,
     trust_remote_code: bool,
+    python: str,
     timeout: float,
 ) -> dict[str, Any]:
     adapter = base is not None
@@ -214,7 +213,7 @@ def _reload(
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false"}
         try:
             done = subprocess.run(
-                [sys.executable, str(script), str(asked), str(answered)],
+                [python, str(script), str(asked), str(answered)],
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -222,6 +221,8 @@ def _reload(
             )
         except subprocess.TimeoutExpired:
             return {"error": f"no answer within {timeout:g} s"}
+        except OSError as error:
+            raise PoSEError(f"--python {python} does not run: {error}; give the path of a Python interpreter") from None
         if not answered.is_file():
             return {"error": f"the process ended with code {done.returncode}: {done.stderr.strip()[-600:]}"}
         return json.loads(answered.read_text(encoding="utf-8"))

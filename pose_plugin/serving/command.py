@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
+
+from pose_plugin.errors import PoSEError
 
 
 def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -16,6 +19,10 @@ def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
     add("--device", default="cpu", help="cpu (default), cuda, …")
     add("--dtype", help="load in this type instead of the trained one, e.g. bfloat16")
     add("--trust-remote-code", action="store_true", help="let the folder's own modelling code run")
+    add("--python", metavar="PATH", help="reload with the interpreter of another environment, e.g. transformers 4")
+    add(
+        "--repair", action="store_true", help="with --like: first give the merged model its adapter's config and record"
+    )
     add("--json", action="store_true", help="print the findings as JSON")
     return _check
 
@@ -23,6 +30,12 @@ def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
 def _check(args: argparse.Namespace) -> int:
     from pose_plugin.serving.check import check_folder
 
+    if args.repair:
+        from pose_plugin.serving.merged import complete_merged
+
+        if args.like is None:
+            raise PoSEError("--repair takes config, limit and record from a folder; name it with --like")
+        complete_merged(args.folder, args.like)
     report = check_folder(
         args.folder,
         base=args.base,
@@ -30,6 +43,7 @@ def _check(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
+        python=args.python,
     )
     if args.json:
         findings = [dict(zip(("what", "verdict", "sentence"), each, strict=True)) for each in report.findings]
@@ -37,3 +51,47 @@ def _check(args: argparse.Namespace) -> int:
     else:
         print(report)
     return 0 if report.passed else 1
+
+
+def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """`pose-plugin export FOLDER --engine ENGINE`"""
+    from pose_plugin.serving.engines import ENGINES
+
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    add("--engine", required=True, choices=list(ENGINES), help="what will serve it")
+    add("--output", metavar="PATH", help="where to write: the folder of --form 4, the file of --convert")
+    add("--form", choices=["4"], help="write a copy for readers of transformers 4 (weights are linked) to --output")
+    add("--convert", action="store_true", help="llama.cpp, ollama: run llama.cpp's own converter now")
+    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, where convert_hf_to_gguf.py is not on the PATH")
+    add("--outtype", help="for the converter: f32, f16, bf16, q8_0, …")
+    return _export
+
+
+def _export(args: argparse.Namespace) -> int:
+    from pose_plugin.serving.engines import exporter
+    from pose_plugin.serving.saved import read_saved
+
+    saved = read_saved(args.folder)
+    if args.form:
+        from pose_plugin.serving.older import write_older_form
+
+        if args.output is None:
+            raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
+        folder = write_older_form(saved, args.output)
+        print(f"# written for readers of transformers 4: {folder}")
+        # The lines shall name the folder that they are for.
+        saved = replace(saved, path=folder)
+    made = exporter(args.engine)(saved)
+    if args.convert:
+        from pose_plugin.serving.engines.llama_cpp import convert
+
+        if args.engine not in ("llama.cpp", "ollama"):
+            raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
+        arguments = ["--outtype", args.outtype] if args.outtype else []
+        print(f"# converted: {convert(saved, args.llama_cpp, args.output, arguments)}")
+    for name, content in made.files.items():
+        (saved.path / name).write_text(content, encoding="utf-8")
+        print(f"# written: {saved.path / name}")
+    print(made)
+    return 0

@@ -617,24 +617,6 @@ def test_what_is_likely_a_mistake_is_warned_about(runs, changes, words):
     assert any(all(word in line for word in words) for line in output.splitlines()), output
 
 
-def test_memory_efficient_merge_is_refused_where_it_would_lose_the_rope(runs):
-    from axolotl.integrations import base
-
-    values = runs.yaml("refused merge", **LORA, merge_method="memory_efficient")
-    if hasattr(base, "PLUGIN_ENTRY_POINT_GROUP"):
-        assert forked(_merge_method, values).value == "memory_efficient"
-        return
-    with pytest.raises(CaseError) as error:
-        forked(load_cfg, values)
-    assert str(error.value).startswith("PoSEError: merge_method=memory_efficient") and "legacy" in str(error.value)
-    del values["merge_method"]
-    assert forked(_merge_method, values).value == "legacy"
-
-
-def _merge_method(values: dict[str, Any]) -> str:
-    return str(load_cfg(values).merge_method)
-
-
 def _beside_another_collator(values: dict[str, Any], first: bool) -> Run:
     """A second plugin that brings a collator of its own."""
     import types

@@ -1,0 +1,27 @@
+"""How each engine is told about the extension. One file an engine; adding one is a file and a line here.
+
+Each has `export(saved) -> Export`. What an engine derives by itself was read in its source, which its file
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from pose_plugin.serving.engines.common import Export
+from pose_plugin.serving.saved import Saved
+
+ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llama.cpp": "llama_cpp",
+    "ollama": "ollama",
+    "tgi": "tgi",
+}
+
+
+def exporter(engine: str) -> Callable[[Saved], Export]:
+    """The engine's `export`."""
+    return import_module(f"{__name__}.{ENGINES[engine]}").export

@@ -1,0 +1,59 @@
+"""What engines have in common."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from pose_plugin.serving.saved import Saved
+
+
+@dataclass
+class Export:
+    """What to type, what to know, what to write.
+
+    Attributes:
+        lines: commands or code, in order.
+        notes: sentences.
+        files: contents by file name, for the output folder.
+    """
+
+    lines: list[str]
+    notes: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, *(f"# {note}" for note in self.notes)])
+
+
+def merge_lines(saved: Saved, output: str) -> list[str]:
+    """From an adapter to a full model, for engines that want one."""
+    code = (
+        f"from pose_plugin import load_extended; load_extended({str(saved.path)!r}).merge_and_unload()"
+        f".save_pretrained({output!r})"
+    )
+    return [
+        f'python -c "{code}"' if not set(code) & set('"$`\\!') else f"python -c {shlex.quote(code)}",
+        f"pose-plugin check {shlex.quote(output)} --like {quoted(saved)} --repair",
+    ]
+
+
+def quoted(saved: Saved) -> str:
+    """The folder as one shell word."""
+    return shlex.quote(str(saved.path))
+
+
+def merged_path(saved: Saved) -> str:
+    return str(saved.path / "merged")
+
+
+def as_json(values: dict[str, Any]) -> str:
+    """One shell word."""
+    return shlex.quote(json.dumps(values))
+
+
+def lora_named(saved: Saved) -> str:
+    """NAME=FOLDER, as one shell word."""
+    return shlex.quote(f"{saved.path.resolve().name}={saved.path}")
