@@ -1,0 +1,37 @@
+"""Activation Beacon: a frozen model reads texts many times its window by condensing past keys and values.
+
+    model = peft.get_peft_model(base, BeaconConfig(interval=1024))      # train it like any PEFT adapter
+    context = model.condense(document_ids)                              # read once
+    answer = model.generate(question_ids, cache=context)                # ask often
+    with condensing(model, ratio=8): …
+
+Importing this package is what makes PEFT know the method: do it before an adapter is loaded.
+Source: Zhang et al., arXiv 2401.03462.
+"""
+
+from __future__ import annotations
+
+try:
+    import peft as _peft  # noqa: F401
+except ImportError as error:  # pragma: no cover - every environment of the tests has PEFT
+    raise ImportError('pose_plugin.beacon needs PEFT 0.20 or later: pip install "peft>=0.20"') from error
+
+from pose_plugin.beacon.cache import BeaconCache
+from pose_plugin.beacon.config import BeaconConfig
+from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear
+from pose_plugin.beacon.model import BeaconModel
+from pose_plugin.beacon.register import register
+from pose_plugin.beacon.verbs import condensing, find_tuner
+
+__all__ = [
+    "BeaconCache",
+    "BeaconConfig",
+    "BeaconEmbedding",
+    "BeaconLayer",
+    "BeaconLinear",
+    "BeaconModel",
+    "condensing",
+    "find_tuner",
+]
+
+register(BeaconConfig, BeaconModel)

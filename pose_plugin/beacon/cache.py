@@ -1,0 +1,257 @@
+"""BeaconCache: condensed memory plus the open interval. All state of a stream is here, none on the model.
+
+Two documents never touch each other because each has a cache of its own. `get_seq_length` is the logical length (tokens
+seen), which is what `generate` reckons with; how many keys are really there is `len_memory + len_tail`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.errors import PoSEError
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class BeaconCache(Cache):
+    """Keys and values of a stream, per layer: memory (beacons, positions 0…m−1) and tail (the open interval).
+
+    Attributes:
+        tokens: raw tokens seen in all.
+        ratios: the ratio of each condensed interval, in order.
+        tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
+        open_ratio: the ratio that an interleaved open interval has begun with.
+        signature: what the stream was made with (interval, layout, mask, layers); another model's cache is refused.
+
+    Shapes: (batch, key-value heads, rows, head size) for each tensor. Memory is kept in pieces, one an interval, so
+    that a training step can cut gradients between them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.pieces: list[list[KeysValues]] = []
+        self.open: list[KeysValues] = []
+        self.tail: tuple[int, ...] = ()
+        self.tokens = 0
+        self.ratios: list[int] = []
+        self.open_ratio: int | None = None
+        self.signature: dict[str, Any] = {}
+
+    # What is there.
+
+    @property
+    def len_memory(self) -> int:
+        """m, the beacons in memory."""
+        return sum(piece[0][0].shape[2] for piece in self.pieces)
+
+    @property
+    def len_tail(self) -> int:
+        """Cached rows of the open interval."""
+        return len(self.tail)
+
+    @property
+    def pending(self) -> int:
+        """Raw tokens of the open interval."""
+        return sum(kind == RAW for kind in self.tail)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; −1 while empty."""
+        layers = self.open or (self.pieces[0] if self.pieces else [])
+        return layers[0][0].shape[0] if layers else -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, condensed ones included."""
+        return self.tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __bool__(self) -> bool:
+        # `len` counts layers, so an empty cache would read as False and be replaced where code says `cache or new`.
+        return True
+
+    def __len__(self) -> int:
+        return len(self.open or (self.pieces[0] if self.pieces else []))
+
+    def __repr__(self) -> str:
+        return (
+            f"BeaconCache(tokens={self.tokens}, memory={self.len_memory}, open interval={self.pending}, "
+            f"ratios={self.ratios if len(self.ratios) < 9 else f'{len(self.ratios)} intervals'})"
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(
+            t.numel() * t.element_size() for layers in [*self.pieces, self.open] for pair in layers for t in pair
+        )
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        raise PoSEError(
+            "cache: a BeaconCache was given to the bare model. Only a model with an enabled Beacon adapter reads it: "
+            "call the PEFT model, outside disable_adapter()."
+        )
+
+    # What beam search and batches need.
+
+    def _each(self, change: Any) -> None:
+        self.pieces = [[(change(k), change(v)) for k, v in layers] for layers in self.pieces]
+        self.open = [(change(k), change(v)) for k, v in self.open]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes row beam_idx[i], as beam search asks."""
+        self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda t: t[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def to(self, device: torch.device | str) -> BeaconCache:
+        """Moves it; returns itself."""
+        self._each(lambda t: t.to(device))
+        return self
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, as far back as the open interval reaches.
+
+        Raises:
+            PoSEError: they are condensed already.
+        """
+        count = abs(int(tokens_to_remove))
+        if count == 0:
+            return
+        rows, left = len(self.tail), count
+        while rows and left:
+            rows -= 1
+            left -= self.tail[rows] == RAW
+        while rows and self.tail[rows - 1] != RAW:  # a beacon is read again with the token that follows it
+            rows -= 1
+        if left:
+            raise PoSEError(
+                f"cache: {count} tokens cannot be taken back, only the {self.pending} of the open interval are still "
+                "raw. Take a copy() before the tokens are read, or decode without an assistant model."
+            )
+        self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in self.open]
+        self.tail = self.tail[:rows]
+        self.tokens -= count
+
+    def copy(self) -> BeaconCache:
+        """A cache that goes its own way. Tensors are shared, since none is ever changed in place."""
+        twin = BeaconCache()
+        twin.pieces, twin.open, twin.tail = [list(layers) for layers in self.pieces], list(self.open), self.tail
+        twin.tokens, twin.ratios, twin.open_ratio = self.tokens, list(self.ratios), self.open_ratio
+        twin.signature = dict(self.signature)
+        return twin
+
+    # What the stream does with it.
+
+    def view(self, given: Pass, keep_pieces: int | None = None) -> IntervalView:
+        """The keys and values that one pass sees.
+
+        Args:
+            given: the pass.
+            keep_pieces: with a number, only that many of the last pieces keep their gradient.
+        """
+        cut = 0 if keep_pieces is None else max(0, len(self.pieces) - keep_pieces)
+        past = []
+        for layer in range(len(self)):
+            parts = [piece[layer] for piece in self.pieces]
+            parts = [(k.detach(), v.detach()) if at < cut else (k, v) for at, (k, v) in enumerate(parts)]
+            parts += [self.open[layer]] if self.open else []
+            past.append((_join(k for k, _ in parts), _join(v for _, v in parts)))
+        return IntervalView(given, past)
+
+    def extend(self, view: IntervalView) -> None:
+        """Adds the rows that a pass wrote to the open interval."""
+        fresh = [view.written[layer] for layer in sorted(view.written)]
+        if not self.open:
+            self.open = fresh
+        elif fresh:
+            pairs = zip(self.open, fresh, strict=True)
+            self.open = [(_join([k, new_k]), _join([v, new_v])) for (k, v), (new_k, new_v) in pairs]
+        self.tail = self.tail + view.given.rows
+        self.tokens += view.given.raw
+
+    def close(self, index: list[int], place: Any, ratio: int) -> None:
+        """Turns the open interval's beacons into memory and drops its raw rows.
+
+        Args:
+            index: where the beacons are among the rows of the interval.
+            place: function from their keys, (batch, heads, beacons, head size), to the keys at their memory slots.
+            ratio: of this interval, for the record.
+        """
+        at = torch.tensor(index, device=self.open[0][0].device)
+        self.pieces.append([(place(k.index_select(2, at)), v.index_select(2, at)) for k, v in self.open])
+        self.open, self.tail, self.open_ratio = [], (), None
+        self.ratios.append(ratio)
+
+    def compact(self) -> None:
+        """Joins the pieces of memory; for inference, where nothing cuts gradients between them."""
+        if len(self.pieces) > 1:
+            layers = range(len(self.pieces[0]))
+            joined = [tuple(_join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
+            self.pieces = [joined]  # type: ignore[list-item]
+
+
+class IntervalView(Cache):
+    """One pass's window on a BeaconCache: what the unmodified model takes for its cache.
+
+    Everything that a pass depends on is on this object, and writing twice is the same as writing once. So gradient
+    checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
+    """
+
+    def __init__(self, given: Pass, past: list[KeysValues]) -> None:
+        super().__init__(layers=[])
+        self.given = given
+        self.past = past
+        self.written: dict[int, KeysValues] = {}
+        self.sealed = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KeysValues:
+        """Keys and values of memory, tail and this pass, (batch, heads, rows, head size)."""
+        if not self.sealed:
+            self.written[layer_idx] = (key_states, value_states)
+        if not self.past:
+            return key_states, value_states
+        keys, values = self.past[layer_idx]
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def seal(self) -> dict[int, KeysValues]:
+        """Ends writing and hands over what was written. A later recomputation is read, not kept."""
+        self.sealed = True
+        written, self.written = self.written, {}
+        return written
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Cached rows of the window: this view counts what is there, unlike BeaconCache."""
+        return self.given.memory + len(self.given.tail)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    parts = list(tensors)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,0 +1,156 @@
+"""generate() over a BeaconCache, and condensing a text once for many questions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pose_plugin.beacon.cache import BeaconCache
+from pose_plugin.errors import PoSEError
+
+
+class Generation:
+    """The reading verbs of BeaconModel."""
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        *,
+        cache: BeaconCache | None = None,
+        ratio: int | str | None = None,
+        ratios: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's own generate, reading prompts of any length.
+
+        Args:
+            inputs: prompt ids, (batch, tokens), rows of equal length; also accepted as `input_ids`.
+            cache: a condensed text to answer from; `inputs` is then only what follows it, and the cache is left as it
+                was. A cache given as `past_key_values` is continued in place instead, by Hugging Face's convention:
+                `inputs` is the whole text, what is in the cache already included.
+            ratio: "adapt" or a fixed ratio for this call.
+            ratios: one ratio for each interval of the prompt that is condensed; the last holds for what is generated.
+            kwargs: of Hugging Face's generate.
+
+        Returns:
+            What Hugging Face's generate returns: `inputs` and what follows, (batch, tokens).
+
+        Raises:
+            PoSEError: as `forward`; or the cache holds all of `inputs` already.
+        """
+        tuner: Any = self
+        if inputs is None:
+            inputs = kwargs.pop("input_ids", None)
+        if tuner.disabled:
+            if cache is not None or isinstance(kwargs.get("past_key_values"), BeaconCache):
+                raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
+            return tuner.model.generate(inputs, **kwargs)
+        past = kwargs.pop("past_key_values", None)
+        if cache is not None:
+            if past is not None:
+                raise PoSEError("cache: give either cache (kept as it is) or past_key_values (continued in place)")
+            kwargs["attention_mask"] = _whole_mask(inputs, kwargs.get("attention_mask"), cache)
+            past = cache.copy()
+        elif isinstance(past, BeaconCache) and inputs is not None and inputs.shape[1] <= past.tokens:
+            raise PoSEError(
+                f"past_key_values: {past.tokens} tokens are in the cache and inputs has {inputs.shape[1]}, so nothing "
+                "is new; pass the whole text, or pass only what follows with cache=…"
+            )
+        # A model's own config often says use_cache: false, left over from training; only the call's word counts.
+        asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
+        if past is not None or asked is not False:
+            kwargs["use_cache"] = True
+            past = BeaconCache() if past is None else past
+        if past is not None:
+            kwargs[tuner.cache_key] = past
+        with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)):
+            return tuner.model.generate(inputs, **kwargs)
+
+    @torch.no_grad()
+    def condense(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        cache: BeaconCache | None = None,
+        ratio: int | str | None = None,
+        ratios: Sequence[int] | None = None,
+        headroom: int | None = None,
+    ) -> BeaconCache:
+        """Reads a text once, to be asked about often.
+
+        Args:
+            input_ids: (batch, tokens), or (tokens,).
+            cache: an earlier text that this one continues; it is left as it was.
+            ratio: "adapt" or a fixed ratio.
+            ratios: one ratio for each interval that is condensed; finer where retrieval says it matters.
+            headroom: tokens that questions and answers may take, for "adapt".
+
+        Returns:
+            The text's cache: full intervals condensed, the last one (up to l tokens) raw.
+
+        Raises:
+            PoSEError: as `forward`.
+        """
+        tuner: Any = self
+        if tuner.disabled:
+            raise PoSEError("condense: the adapter is disabled; call it outside disable_adapter()")
+        ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        stream = BeaconCache() if cache is None else cache.copy()
+        training = tuner.training
+        tuner.train(False)
+        try:
+            tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)
+        finally:
+            tuner.train(training)
+        return stream
+
+
+@contextmanager
+def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, room: int) -> Iterator[None]:
+    """Hugging Face's generate calls the model, not the tuner: while it runs, the model's forward is the tuner's."""
+    model = tuner.model
+    had = "forward" in model.__dict__
+    original = model.forward
+    first = True
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        given = list(ratios) if ratios is not None and first else None
+        fixed = ratio if ratios is None or not ratios else list(ratios)[-1]
+        first = False
+        return tuner.forward(*args, ratio=None if given is not None else fixed, ratios=given, headroom=room, **kwargs)
+
+    tuner._base_forward = original
+    model.forward = forward
+    try:
+        yield
+    finally:
+        tuner._base_forward = None
+        if had:
+            model.forward = original
+        else:
+            del model.forward
+
+
+def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: BeaconCache) -> torch.Tensor:
+    # generate slices `inputs` unless the mask is longer, which tells it that only new tokens were passed.
+    if inputs is None:
+        raise PoSEError("inputs: give the tokens that follow the cached text, (batch, tokens)")
+    own = inputs.new_ones(inputs.shape) if mask is None else mask
+    if own.shape[1] == inputs.shape[1]:
+        own = torch.cat([own.new_ones(own.shape[0], cache.tokens), own], dim=1)
+    return own
+
+
+def _room(tuner: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
+    """Tokens that may be generated, for `adapt`."""
+    config = kwargs.get("generation_config") or tuner.model.generation_config
+    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    if new is None and (longest := kwargs.get("max_length", getattr(config, "max_length", None))) is not None:
+        new = longest - (inputs.shape[1] if inputs is not None else 0)
+    return max(0, int(new or 0))

@@ -1,0 +1,173 @@
+"""What a Beacon model refuses, and why: inputs, attention implementations, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pose_plugin.beacon.config import BeaconConfig
+from pose_plugin.beacon.rope import changing_limit
+from pose_plugin.errors import PoSEError
+
+MASKED_ATTENTION = ("eager", "sdpa")
+
+
+def resolve_window(config: BeaconConfig, model_config: Any, rotary: Any) -> int:
+    """L: the configured window, checked against the model's limits, or the least of these.
+
+    Args:
+        config: the adapter's.
+        model_config: the base's.
+        rotary: the base's rotary embedding.
+
+    Raises:
+        PoSEError: the window passes a limit, or the interval leaves no room for memory.
+    """
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    limits = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None or any("sliding" in kind or "chunked" in kind for kind in kinds):
+        limits["sliding_window"] = getattr(text, "sliding_window", None)
+        limits["attention_chunk_size"] = getattr(text, "attention_chunk_size", None)
+    kind = getattr(rotary, "rope_type", "default")
+    limits[f"the length up to which rope {kind!r} keeps its frequencies"] = changing_limit(rotary)
+    known = {key: int(value) for key, value in limits.items() if value}
+    if config.window is None:
+        if not known:
+            raise PoSEError("window: the model's config names no length; give window")
+        window = min(known.values())
+    else:
+        window = config.window
+        for key, limit in known.items():
+            if window > limit:
+                raise PoSEError(
+                    f"window: {window} is more than {key}, {limit}; give window: {limit} or less"
+                    + (", or extend the model's context first" if key == "max_position_embeddings" else "")
+                )
+    if config.interval + 1 > window:
+        raise PoSEError(
+            f"interval: {config.interval} leaves no room for memory in window {window}; give an interval of at most "
+            f"{max(1, window // 2)}"
+        )
+    return window
+
+
+def check_attention(implementation: str | None, config: BeaconConfig) -> None:
+    """Layout v1 needs its own mask, which only eager and sdpa take as it is.
+
+    Raises:
+        PoSEError: another implementation.
+    """
+    if not config.interleaved and implementation not in MASKED_ATTENTION:
+        raise PoSEError(
+            f"attn_implementation: {implementation!r} cannot use the mask of layout v1 ({config.mask}); load the model "
+            "with attn_implementation='sdpa' (or 'eager'), or train with layout: v2, whose mask is plain causal"
+        )
+
+
+def check_checkpointing(layers: list[nn.Module]) -> None:
+    """Reentrant checkpointing gives beacons a gradient of exactly zero, with an unchanged loss and no error.
+
+    Args:
+        layers: the decoder layers.
+
+    Raises:
+        PoSEError: they are checkpointed with use_reentrant=True, or without saying which.
+    """
+    for layer in layers:
+        if not getattr(layer, "gradient_checkpointing", False):
+            continue
+        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        if not hasattr(function, "keywords"):
+            return  # a framework's own function; check_beacon_gradients is what finds a loss of gradient there
+        if function.keywords.get("use_reentrant", True):
+            raise PoSEError(
+                "gradient_checkpointing: use_reentrant=True gives every beacon parameter a zero gradient. Set "
+                "gradient_checkpointing_kwargs: {use_reentrant: false}. TRL sets it to true by itself for PEFT with "
+                "DeepSpeed ZeRO-3 and checkpointing: use ZeRO-2 there, or no checkpointing."
+            )
+        return
+
+
+def check_mask(attention_mask: Any, tokens: int, seen: int, carries: bool) -> bool:
+    """Whether the input is padded on the right.
+
+    Args:
+        attention_mask: None, or (batch, tokens) or (batch, seen + tokens), 1 for a token and 0 for padding.
+        tokens: new tokens.
+        seen: tokens in the cache.
+        carries: whether a cache continues after this call; padding would then be read as text.
+
+    Raises:
+        PoSEError: a mask of more dimensions, padding on the left, or padding where a cache goes on.
+    """
+    if attention_mask is None:
+        return False
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
+        raise PoSEError(
+            f"attention_mask: Beacon makes its own mask and takes (batch, tokens) with ones for tokens, not {shape}. "
+            "Packed documents cannot be condensed in one row: set packing / sample_packing to false."
+        )
+    if attention_mask.shape[1] not in (tokens, seen + tokens):
+        raise PoSEError(
+            f"attention_mask: width {attention_mask.shape[1]} fits neither the {tokens} new tokens nor these and the "
+            f"{seen} seen before"
+        )
+    mask = attention_mask.bool()
+    if bool(mask.all()):
+        return False
+    if mask.shape[1] == tokens and bool((mask[:, 1:] <= mask[:, :-1]).all()) and bool(mask[:, 0].all()):
+        if not carries:
+            return True
+        where = "on the right, and the cache that goes on from here would hold it as text"
+    else:
+        where = "before or between the tokens"
+    raise PoSEError(
+        f"attention_mask: padding {where}; beacons would condense it. Read rows of equal length together (batch by "
+        "length), or one row at a time. Training pads on the right: tokenizer.padding_side = 'right'."
+    )
+
+
+def check_positions(position_ids: Any, attention_mask: Any, tokens: int, seen: int) -> None:
+    """Beacon counts positions inside the window itself; ids that merely count the tokens are let pass.
+
+    Raises:
+        PoSEError: others: packed documents, PoSE's skips, or a slice that does not continue the cache.
+    """
+    if position_ids is None:
+        return
+    wanted = torch.arange(seen, seen + tokens, device=position_ids.device)
+    given = position_ids[..., -tokens:] if position_ids.dim() <= 2 else position_ids
+    same = given.shape[-1] == tokens and position_ids.dim() <= 2 and (given == wanted)
+    if isinstance(same, torch.Tensor):
+        if attention_mask is not None and attention_mask.dim() == 2 and same.dim() == 2:
+            same = same | ~attention_mask[:, -tokens:].bool().to(same.device)
+        same = bool(same.all())
+    if not same:
+        raise PoSEError(
+            f"position_ids: they do not count {seen}…{seen + tokens - 1}. Beacon sets positions inside its window, so "
+            "neither packed rows (set packing / sample_packing to false) nor PoSE's skipped positions go with it; "
+            "leave position_ids out"
+        )
+
+
+def check_extra(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Arguments that go on to the model: settings do, tensors along the tokens do not.
+
+    Raises:
+        PoSEError: a tensor or mask that would have to be cut into intervals.
+    """
+    passed = {}
+    for key, value in kwargs.items():
+        if value is None or key == "cache_position":
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] >= tokens:
+            raise PoSEError(
+                f"{key}: Beacon cannot cut this input of shape {tuple(value.shape)} into intervals; leave it out "
+                "(packing and multimodal inputs are not supported)"
+            )
+        passed[key] = value
+    return passed

@@ -1,0 +1,203 @@
+"""BeaconModel: the PEFT tuner. Its forward reads a text in intervals with the unmodified Hugging Face model.
+
+Source: Zhang et al., Soaring from 4K to 400K: Extending LLM's Context with Activation Beacon, arXiv 2401.03462.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from pose_plugin.beacon import guards, ratios, rope
+from pose_plugin.beacon.config import DEFAULT_TARGETS, BeaconConfig
+from pose_plugin.beacon.generation import Generation
+from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge
+from pose_plugin.beacon.reading import Reading
+from pose_plugin.beacon.register import PREFIX
+from pose_plugin.errors import PoSEError
+
+
+class BeaconModel(Generation, Reading, BaseTuner):
+    """Activation Beacon over a decoder with q, k, v projections and RoPE.
+
+    Made by `peft.get_peft_model(model, BeaconConfig(…))` or `PeftModel.from_pretrained`. State of a text is in its
+    BeaconCache, never here; what is here is the step that training ratios are drawn for.
+    """
+
+    model: Any
+    peft_config: Any
+    prefix: str = PREFIX
+    tuner_layer_cls = BeaconLayer
+    # PEFT refuses to inject such a tuner without its model: the intervals are read in `forward` below.
+    uses_shared_state: bool = True
+
+    # Injection.
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.router = Router(self)
+        self._hooks: list[Any] = []
+        self._ratio_override: ratios.Ratio | None = None
+        self._step = (0, 0)
+        self.condensed_since_step = 0
+        self._base_forward: Any = None
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        return peft_config  # the names are looked up in the model, below
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        if peft_config.target_modules is None:
+            for targets in (set(DEFAULT_TARGETS), {"qkv_proj", "o_proj"}):
+                if targets <= names:
+                    peft_config.target_modules = targets
+                    break
+            else:
+                raise PoSEError(
+                    f"target_modules: {type(model).__name__} has no {', '.join(DEFAULT_TARGETS)}; name its query, key, "
+                    "value and output projections"
+                )
+        rotary = rope.find_rotary(model)
+        guards.resolve_window(peft_config, model.config, rotary)
+        guards.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
+
+    def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # Afterwards: a target is saved with the whole base embedding, and one wrapped before is unfrozen.
+        config = self.peft_config[adapter_name]
+        embedding = model.get_input_embeddings()
+        eos = getattr(model.config, "eos_token_id", None)
+        if isinstance(embedding, BeaconEmbedding):
+            embedding.update_layer(adapter_name, config, eos)
+        else:
+            path = next(name for name, module in model.named_modules() if module is embedding)
+            parent = model.get_submodule(path.rpartition(".")[0])
+            wrapped = BeaconEmbedding(embedding, adapter_name, config, self.router, eos)
+            setattr(parent, path.rpartition(".")[2], wrapped)
+            embedding = wrapped
+        embedding.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        if adapter_name not in self.active_adapters:
+            embedding.beacon_embedding[adapter_name].requires_grad_(False)
+        self._attach(model, adapter_name)
+
+    def _attach(self, model: nn.Module, adapter_name: str) -> None:
+        self._detach()
+        attentions = []
+        for name, module in model.named_modules():
+            children = dict(module.named_children())
+            own = {key for key, child in children.items() if isinstance(child, BeaconLinear)}
+            if not own or not hasattr(module, "layer_idx"):
+                continue
+            attentions.append(module)
+            if not ({"k_proj", "v_proj"} <= own or any("qkv" in key or "kv_" in key for key in own)):
+                raise PoSEError(
+                    f"target_modules: beacons need keys and values of their own, {name} has only {sorted(own)}; add "
+                    "k_proj and v_proj"
+                )
+        if not attentions:
+            raise PoSEError(
+                f"target_modules: {self.peft_config[adapter_name].target_modules} names no attention projection of "
+                f"{type(model).__name__}; add k_proj and v_proj"
+            )
+        self._attentions = attentions
+        self._hooks = [module.register_forward_pre_hook(self.router, with_kwargs=True) for module in attentions]
+        self._decoder_layers = [m for m in model.modules() if hasattr(m, "_can_checkpoint_with_cache")]
+        for layer in self._decoder_layers:
+            # Otherwise checkpointed layers lose the cache, and with it the memory.
+            layer._can_checkpoint_with_cache = True
+        rope.check_convention(rope.find_rotary(model), attentions[0])
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for layer in getattr(self, "_decoder_layers", []):
+            layer.__dict__.pop("_can_checkpoint_with_cache", None)
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, nn.Embedding | BeaconEmbedding):
+            return  # wrapped by inject_adapter
+        if isinstance(target, BeaconLinear):
+            target.update_layer(adapter_name, peft_config)
+            return
+        if not (hasattr(target, "in_features") and hasattr(target, "out_features")):
+            raise PoSEError(f"target_modules: {current_key} is a {type(target).__name__}, no linear projection")
+        layer = BeaconLinear(target, adapter_name, peft_config, self.router)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        """Nothing: full copies in fp32 would double a bf16 adapter. `BeaconConfig.dtype` asks for it."""
+
+    def _check_merge_allowed(self) -> None:
+        raise cannot_merge()
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            raise cannot_merge()
+        self._detach()
+        return super()._unload_and_optionally_merge(merge, *args, **kwargs)
+
+    # What the passes need to know.
+
+    @property
+    def embedding(self) -> BeaconEmbedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def rotary(self) -> Any:
+        return rope.find_rotary(self.model)
+
+    @property
+    def attention(self) -> str:
+        return str(getattr(self.model.config, "_attn_implementation", None))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What attention scores are computed in; an additive mask must have it."""
+        return torch.get_autocast_dtype(self.model.device.type) if torch.is_autocast_enabled() else self.model.dtype
+
+    @property
+    def cache_key(self) -> str:
+        """transformers 5.24 calls it cache, earlier versions past_key_values."""
+        names = inspect.signature(type(self.model).forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
+
+    @property
+    def active_config(self) -> BeaconConfig:
+        """The active adapter's configuration.
+
+        Raises:
+            PoSEError: several are active; beacons have one set of projections at a time.
+        """
+        names = self.active_adapters
+        if len(names) != 1:
+            raise PoSEError(
+                f"adapter: {names} are active; Beacon reads with one adapter at a time, use set_adapter(name)"
+            )
+        return self.peft_config[names[0]]
+
+    @property
+    def window(self) -> ratios.Window:
+        """Sizes of the active adapter."""
+        config = self.active_config
+        return config.sizes(guards.resolve_window(config, self.model.config, self.rotary))
+
+    @property
+    def disabled(self) -> bool:
+        return not self.active_adapters or self.embedding.disable_adapters
