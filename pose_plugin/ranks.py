@@ -1,4 +1,4 @@
-"""Several processes: one verdict for all of them, and no trace left in DeepSpeed by forwards beside training."""
+"""Several processes: one verdict for all of them, and forwards beside training that leave no trace."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ def together() -> Iterator[None]:
 def beside_training(model: Any) -> Iterator[None]:
     """For forwards that are no part of a step.
 
-    ZeRO-3 takes the order in which the first forwards use the weights for that of every step, and fetches them ahead.
-    A loss that gathers a weight by itself (TRL's chunked one does) would then find it in flight, and the first step
-    would die. So what it has noted is forgotten.
+    - ZeRO-3 takes the order in which the first forwards use the weights for that of every step, and fetches them ahead.
+      A loss that gathers a weight by itself (TRL's chunked one does) would then find it in flight, and the first step
+      would die. So what it has noted is forgotten.
+    - FSDP2 leaves the outermost module's weights whole until a backward. An optimizer made in between would take these
+      for the weights and train copies that nobody reads, without a word. So they are divided again.
 
     Args:
         model: as it will be trained, DeepSpeed's engine where there is one.
@@ -70,3 +72,9 @@ def beside_training(model: Any) -> Iterator[None]:
         offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
         if offload is not None and not offload.get_param_coordinator().is_invalid_trace():
             offload.get_param_coordinator()._invalidate_trace()
+        if torch.distributed.is_available():
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()

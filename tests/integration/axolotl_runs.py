@@ -134,10 +134,11 @@ def train(values: dict[str, Any], on_setup: Callable[[Any, Any], None] | None = 
     """
     import axolotl.train as module
     from axolotl.common.datasets import load_datasets
+    from axolotl.integrations.base import PluginManager
 
     in_this_process()
     cfg = load_cfg(values)
-    meta = load_datasets(cfg=cfg)
+    meta = PluginManager.get_instance().load_datasets(cfg, preprocess=False) or load_datasets(cfg=cfg)
     setup = module.setup_model_and_trainer
 
     def watched(*args: Any, **kwargs: Any) -> Any:

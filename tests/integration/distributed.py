@@ -38,12 +38,16 @@ SINGLE = {
 }
 
 
-def environment(strategy: str) -> dict[str, str]:
+def environment(case: Case) -> dict[str, str]:
     """The variables that `accelerate launch --config_file` sets for a strategy's example, on two CPU processes."""
+    if case.framework == "loop":
+        return {}
+    if case.framework == "axolotl":  # torchrun's own are enough
+        return {} if case.strategy.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    line = ["--config_file", str(CONFIGS / "accelerate" / f"{strategy}.yaml"), "--num_processes", "2"]
+    line = ["--config_file", str(CONFIGS / "accelerate" / f"{case.strategy}.yaml"), "--num_processes", "2"]
     # No bf16, so that losses can be compared; port 0 is any.
     line += ["--mixed_precision", "no", "--main_process_port", "0", "script.py"]
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(line))
@@ -51,6 +55,24 @@ def environment(strategy: str) -> dict[str, str]:
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
     names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_"))]
     return {name: found[name] for name in names} | ({} if args.use_deepspeed else {"ACCELERATE_USE_CPU": "true"})
+
+
+def import_frameworks() -> None:
+    """Once, for all forked ranks."""
+    import gc
+    import importlib.util
+
+    from trl import SFTTrainer  # noqa: F401 - TRL imports its trainers when they are first asked for
+
+    for name in ("deepspeed", "peft"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    if importlib.util.find_spec("axolotl") is not None:
+        from tests.integration.axolotl_runs import import_axolotl
+
+        import_axolotl()
+    gc.collect()
+    gc.freeze()
 
 
 def on_cpu(strategy: str) -> None:
@@ -123,7 +145,10 @@ def stage(trainer: Any) -> int | None:
 
 def divided(model: Any) -> bool:
     """Whether at least one weight is, outside of a forward, not whole on this rank."""
-    return any(getattr(p, "ds_status", None) is not None and p.numel() == 0 for p in model.parameters())
+    return any(
+        (hasattr(p, "ds_status") and p.numel() == 0) or (hasattr(p, "to_local") and p.to_local().numel() < p.numel())
+        for p in model.parameters()
+    )
 
 
 def fault_of(name: str) -> Any:
@@ -189,6 +214,55 @@ def trl(
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return {**seen(trainer, trainer.model), "divided_at_birth": divided_at_birth}
+
+
+def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out", **config: Any) -> dict[str, Any]:
+    """One rank, or the single process, of `axolotl train`: four steps of two rows, checkpoints, and a saved model."""
+    from transformers import TrainerCallback
+
+    from tests.integration import axolotl_runs
+
+    on_cpu(case.strategy)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # Rows of one length: Axolotl takes the mean of the ranks' losses, not of all tokens.
+    if not (folder / "rows.jsonl").exists():
+        axolotl_runs.make_rows(folder / "rows.jsonl", low=40, high=41)
+    adapter = {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": ["norm", "embed_tokens"]}
+    values = axolotl_runs.base_yaml(
+        folder,
+        plugins=["pose_plugin", "tests.integration.recorder.OnCPU"],
+        pose={"target_length": 512, "rope": "yarn"},
+        output_dir=str(folder / out),
+        micro_batch_size=2 // world,
+        max_steps=4,
+        save_steps=2,
+        dataloader_num_workers=0,
+        resume_from_checkpoint=resume,
+        deepspeed=str(CONFIGS / "deepspeed" / f"{case.strategy}.json") if case.strategy.startswith("zero") else None,
+        **(adapter if case.adapter == "lora" else {}),
+        **config,
+    )
+    found: dict[str, Any] = {}
+
+    def on_setup(model: Any, trainer: Any) -> None:
+        found["divided_at_birth"] = divided(model)
+
+        class Look(TrainerCallback):
+            def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+                # While all ranks are here.
+                found.update(seen(trainer, trainer.model))
+
+        trainer.add_callback(Look())
+
+    axolotl_runs.train(values, on_setup)
+    return found
+
+
+def loop(folder: Path, case: Case) -> dict[str, Any]:
+    """One rank, or the single process, of a training loop without a trainer."""
+    from tests.integration.fully_sharded import train
+
+    return train(folder, case)
 
 
 def saved_tensors(folder: Path) -> dict[str, int]:

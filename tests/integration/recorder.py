@@ -14,9 +14,10 @@ from axolotl.integrations.base import BasePlugin
 from tests.integration.axolotl_runs import in_this_process
 
 
-class Recorder(BasePlugin):
+class OnCPU(BasePlugin):
+    """What several ranks need where there is no GPU."""
+
     def register(self, cfg: Any) -> None:
-        in_this_process()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             import torch
 
@@ -28,6 +29,16 @@ class Recorder(BasePlugin):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # Axolotl numbers devices by rank, and there is one CPU.
             cfg.device_map = {"": "cpu"}
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any] | None:
+        # The state that Axolotl has made for DeepSpeed is kept; the trainer would make one without.
+        return {"accelerator_config": {"use_configured_state": True}} if cfg.deepspeed else None
+
+
+class Recorder(OnCPU):
+    def register(self, cfg: Any) -> None:
+        super().register(cfg)
+        in_this_process()
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         model.register_forward_pre_hook(_write, with_kwargs=True)
