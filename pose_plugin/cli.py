@@ -27,6 +27,13 @@ def coverage(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
+def card(parser: argparse.ArgumentParser) -> Run:
+    """write or renew a saved folder's model card, with the tables and pictures of an evaluation"""
+    from pose_plugin.serving import command
+
+    return command.add_card(parser)
+
+
 def check(parser: argparse.ArgumentParser) -> Run:
     """reload a saved folder in a clean process and compare it with the model that was trained"""
     from pose_plugin.serving import command
@@ -42,6 +49,7 @@ def export(parser: argparse.ArgumentParser) -> Run:
 
 
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "card": card,
     "check": check,
     "coverage": coverage,
     "evaluate": evaluate,

@@ -21,6 +21,7 @@ from pose_plugin.ranks import beside_training, together
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.serving import complete_folder, read_record
+from pose_plugin.serving.card import write_card
 from pose_plugin.serving.probe import take_probe
 from pose_plugin.serving.record import model_facts, run_facts
 
@@ -57,6 +58,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
 
 
 class PoSECallback(TrainerCallback):
+    _with_our_card(trainer)
     """Checks the run before its first step and tells the collator the epoch."""
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
@@ -78,6 +80,8 @@ class PoSECallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs.get("model") or self.trainer.model
         settings = self.collator.settings
+        else:
+            complete_card(folder)
         # After a resume the trainer goes on in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         with together():
@@ -290,6 +294,28 @@ def _resumable(file: Path) -> None:
     """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
 
     A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
+def complete_card(folder: str | Path) -> None:
+    """Puts our part into README.md; a card is no reason to fail after the training."""
+    try:
+        write_card(folder)
+    except Exception as error:
+        log.warning("no model card for %s: %s. `pose-plugin card` writes it", folder, error)
+
+
+def _with_our_card(trainer: Trainer) -> None:
+    """Frameworks write README.md anew at the end, at checkpoints and at uploads."""
+    create = trainer.create_model_card
+
+    @functools.wraps(create)
+    def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        result = create(*args, **kwargs)
+        if trainer.is_world_process_zero():
+            complete_card(trainer.args.output_dir or ".")
+        return result
+
+    trainer.create_model_card = create_model_card  # type: ignore[method-assign]
+
+
     and dies for want of max_position_embeddings.
     """
     if not file.exists():

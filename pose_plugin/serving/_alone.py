@@ -91,14 +91,24 @@ def _short(value: float) -> float:
     return float(f"{value:.8g}") if math.isfinite(value) else value
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Loads what the request names and measures it; `error` says why it does not load."""
+    found: dict[str, Any] = {}
+    try:
+        _load_and_measure(request, found)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder, base = request["folder"], request["base"]
     remote = {"trust_remote_code": True} if request["trust_remote_code"] else {}
-    answer: dict[str, Any] = {"transformers": transformers.__version__}
+    answer["transformers"] = transformers.__version__
     try:
         answer["tokenizer"] = int(AutoTokenizer.from_pretrained(folder, **remote).model_max_length)
     except Exception as error:
@@ -107,7 +117,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     answer["maximum"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     probe = request["probe"]
     if probe is None:
-        return answer
+        return
     options: dict[str, Any] = dict(remote)
     if request["quantization"]:
         options["quantization_config"] = request["quantization"]
@@ -123,10 +133,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         model = PeftModel.from_pretrained(model, folder)
     if not request["quantization"]:
         model = model.to(request["device"])
-    answer |= measure(model, probe)
+    answer.update(measure(model, probe))
     if request["theta"]:
         answer["plain"] = _with_plain_frequencies(model, probe, request["theta"])
-    return answer
 
 
 def _with_plain_frequencies(model: Any, probe: dict[str, Any], theta: float) -> list[list[float]] | None:
@@ -162,12 +171,8 @@ def main() -> None:
     sys.meta_path.insert(0, _Blocked())
     with open(sys.argv[1], encoding="utf-8") as file:
         request = json.load(file)
-    try:
-        answer = _answer(request)
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
     with open(sys.argv[2], "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+        json.dump(answer(request), file)
 
 
 if __name__ == "__main__":

@@ -205,6 +205,10 @@ def _reload(
         "theta": (record.get("model") or {}).get("original_theta"),
         "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else None,
     }
+    return _in_a_process_of_its_own(request, python, timeout)
+
+
+def _in_a_process_of_its_own(request: Mapping[str, Any], python: str, timeout: float) -> dict[str, Any]:
     script = Path(__file__).with_name("_alone.py")
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"

@@ -95,3 +95,20 @@ def _export(args: argparse.Namespace) -> int:
         print(f"# written: {saved.path / name}")
     print(made)
     return 0
+
+
+def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """`pose-plugin card FOLDER`"""
+    parser.add_argument("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    parser.add_argument("--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: one in FOLDER")
+    return _card
+
+
+def _card(args: argparse.Namespace) -> int:
+    from pose_plugin.serving.card import write_card
+
+    written = write_card(args.folder, args.evaluation)
+    if written is None:
+        raise PoSEError(f"{args.folder} holds no pose.json and config.json; name a folder that a run has saved")
+    print(f"written: {written}")
+    return 0

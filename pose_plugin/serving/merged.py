@@ -8,6 +8,7 @@ from pathlib import Path
 from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.serving.base import is_adapter, read_json, write_json
+from pose_plugin.serving.card import write_card
 from pose_plugin.serving.folder import RECORD, for_older_readers, read_record, text_part
 from pose_plugin.serving.probe import PROBE, read_probe, write_probe
 
@@ -28,7 +29,8 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.
 
 
 def complete_merged(folder: str | Path, adapter: str | Path) -> None:
-    """Gives a merged model what its adapter's folder knows: config, tokenizer and its limit, record and probe.
+    """Gives a merged model what its adapter's folder knows: config, tokenizer and its limit, record, probe and
+    card.
 
     Only the keys of the rope and the maximum are touched; all others stay as the merge has written them.
 
@@ -70,6 +72,7 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
         write_probe(path, probe)
     else:
         (path / PROBE).unlink(missing_ok=True)
+    write_card(path)
 
 
 def _raise_limit(file: Path, target_length: int) -> None:
