@@ -18,8 +18,8 @@ from pose_plugin.errors import PoSEError
 
 # Attention functions whose masks go through the rule below.
 RULED_BY_POSITIONS = ("eager", "sdpa", "flex_attention")
-# Those that find documents by "the position is the row's smallest"; a jump never cuts there.
-RULED_BY_SMALLEST = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Those that find documents by "the position is the row's smallest" or "is 0"; a jump never cuts there.
+RULED_BY_SMALLEST = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "xformers")
 
 _NAME = "find_packed_sequence_indices"
 
@@ -100,6 +100,15 @@ def attention_function(model: Any) -> str:
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
+def needs_one_row(model: Any) -> bool:
+    """Whether packed rows must be handed over as one: FlashAttention looks for documents in a batch of one row only,
+    and in a larger one neighbours would see each other.
+    """
+    name = attention_function(model)
+    # "kernels-community/flash-attn2" and the like run the same interface as flash_attention_2.
+    return name in RULED_BY_SMALLEST or "flash" in name
+
+
 def require_packing_support(model: Any) -> None:
     """Checks that packed PoSE rows can be right with the model's attention implementation.
 
@@ -107,8 +116,7 @@ def require_packing_support(model: Any) -> None:
         PoSEError: naming the implementation and the way out.
     """
     name = attention_function(model)
-    # "kernels-community/flash-attn2" and the like run the same interface as flash_attention_2.
-    if name in RULED_BY_POSITIONS or name in RULED_BY_SMALLEST or "flash" in name:
+    if name in RULED_BY_POSITIONS or needs_one_row(model):
         return
     raise PoSEError(
         f"attn_implementation={name}: it is not known how it finds the documents of a packed row, so chunks "

@@ -6,7 +6,8 @@ afterwards writes `position_ids` and what keeps the chunks of a document togethe
 - one document a row: a 2-D mask. With a mask, transformers does not read document borders out of the
   positions; without one, every jump would cut the chunks apart and nothing long would be learned.
 - packed documents: no mask, and every document starts at position 0. FlashAttention opens a document where
-  the position is the row's smallest; the other attention functions need `attention.restart_boundaries`.
+  the position is the row's smallest, and only in a batch of one row (see `one_row`); the other attention functions
+  need `attention.restart_boundaries`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class PositionCollator:
 
     Attributes:
         training: False gives plain positions and whole documents, as evaluation needs them.
+        one_row: True puts packed rows one behind the other into a single one, as FlashAttention needs it.
     """
 
     def __init__(self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right") -> None:
@@ -49,6 +51,7 @@ class PositionCollator:
         self.settings = parse_settings(settings, where="PoSECollator")
         self.padding_side = padding_side
         self.training = True
+        self.one_row = False
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
         # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest.
@@ -72,6 +75,7 @@ class PositionCollator:
         """The same collator for evaluation: plain positions, whole documents."""
         other = PositionCollator(self.collate, self.settings, self.padding_side)
         other.training = False
+        other.one_row = self.one_row
         return other
 
     def trained(self) -> dict[str, int]:
@@ -167,8 +171,8 @@ class PositionCollator:
         batch["position_ids"] = positions
         if packed:
             batch.pop("attention_mask", None)
-        else:
-            batch["attention_mask"] = mask
+            return _one_behind_the_other(batch) if self.one_row else batch
+        batch["attention_mask"] = mask
         return batch
 
     def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:
@@ -258,6 +262,13 @@ def _cut(feature: Feature, window: Window) -> Feature:
         else:
             result[key] = np.asarray(value)[window.content].tolist()
     return result
+
+
+def _one_behind_the_other(batch: dict[str, Any]) -> dict[str, Any]:
+    """Every tensor of shape (batch, length) as (1, batch · length)."""
+    shape = batch["input_ids"].shape
+    alike = {k: v.reshape(1, -1) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+    return {**batch, **alike}
 
 
 def _unpadded(feature: Feature) -> Feature:

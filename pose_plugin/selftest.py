@@ -217,19 +217,26 @@ class _Probe:
             windows.append(Window(indices, positions, np.zeros(0, dtype=np.int64)))
         return windows
 
+    def _starts(self, flat: bool) -> list[int]:
+        """Where each row's tokens begin: behind padding on the left, or behind other rows."""
+        lines = self.batch()["input_ids"].cpu().numpy()
+        starts, behind = [], 0
+        for row, documents in enumerate(self.tokens):
+            tokens, line = np.concatenate(documents), lines[0 if flat else row]
+            spots = range(behind if flat else 0, len(line) - len(tokens) + 1)
+            start = next(i for i in spots if np.array_equal(line[i : i + len(tokens)], tokens))
+            starts.append(start)
+            behind = start + len(tokens)
+        return starts
+
     def report(
         self, plain: torch.Tensor, changed: torch.Tensor, moved: torch.Tensor, other: torch.Tensor
     ) -> SelfTestReport:
         flat = plain.shape[0] == 1 and self.rows > 1
-        begins = np.cumsum([0] + [sum(row) for row in self.sizes])
-        starts = begins if flat else np.zeros(self.rows, dtype=int)
-        if not flat and not self.pack:
-            # Unpacked rows may be padded on the left.
-            mask = self.batch()["attention_mask"]
-            starts = mask.int().argmax(dim=1).cpu().numpy()
+        starts = self._starts(flat)
 
         def effect(a: torch.Tensor, row: int, begin: int, end: int) -> float:
-            offset = int(starts[row])
+            offset = starts[row]
             line = 0 if flat else row
             piece = (a - plain)[line, offset + begin : offset + end]
             return float(piece.abs().max()) if piece.numel() else 0.0

@@ -7,19 +7,25 @@ without.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from transformers import masking_utils, modeling_flash_attention_utils
+from transformers import masking_utils
 
 from pose_plugin import attention
-from pose_plugin.attention import RestartBoundaries, require_packing_support, restart_boundaries, restart_rule
+from pose_plugin.attention import (
+    RestartBoundaries,
+    needs_one_row,
+    require_packing_support,
+    restart_boundaries,
+    restart_rule,
+)
 from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import PoSEError
 from pose_plugin.positions import Window
 from tests.conftest import make_llama
+from tests.reference_kernels import flash_attention
 from tests.test_collator import stack_packs
 
 SIZE, JUMP = 10, 5
@@ -46,7 +52,7 @@ def models():
     return get
 
 
-def batch_of(packed, rows=1, jump=300):
+def batch_of(packed, rows=1, jump=300, one_row=False):
     """Rows of one or three documents of ten tokens, each with a jump in its middle."""
     documents = 3 if packed else 1
     generator = np.random.default_rng(0)
@@ -55,6 +61,7 @@ def batch_of(packed, rows=1, jump=300):
     indices = np.arange(SIZE)
     window = Window(indices, indices + np.where(indices >= JUMP, jump, 0), np.zeros(0, dtype=np.int64))
     collator = PositionCollator(stack_packs if packed else stack_single, {"target_length": 512})
+    collator.one_row = one_row
     given = features if packed else [row[0] for row in features]
     batch = collator.assemble(given, lambda documents: [window] * len(documents))
     batch.pop("labels")
@@ -235,44 +242,24 @@ def test_attention_functions_that_can_be_packed(models, name):
 
 def test_an_unknown_attention_function_is_refused():
     model = make_llama("sdpa")
-    model.config._attn_implementation = "xformers"
-    with pytest.raises(PoSEError, match=r"attn_implementation=xformers: .*Use one of eager, sdpa, .*packing off"):
+    model.config._attn_implementation = "sage"
+    with pytest.raises(PoSEError, match=r"attn_implementation=sage: .*Use one of eager, sdpa, .*packing off"):
         require_packing_support(model)
 
 
 # --- FlashAttention, with a kernel of plain torch in its place ------------------------------------------------
 
 
-def flash(q, k, v, causal=False, softmax_scale=None, **options):
-    """The documented contract of flash_attn_func: tensors of shape (batch, length, heads, width)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
-    return out.transpose(1, 2)
-
-
 @pytest.fixture
-def borders(monkeypatch):
-    """FlashAttention on CPU; returns the list of `cu_seqlens_q` that reach it."""
-    seen = []
-
-    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        """Tensors of shape (total, heads, width); document i lies between borders i and i + 1."""
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        ends = cu_seqlens_q.tolist()
-        seen.append(ends)
-        assert max_seqlen_q == max(np.diff(ends))
-        pieces = [flash(q[None, a:b], k[None, a:b], v[None, a:b], **options)[0] for a, b in pairwise(ends)]
-        return torch.cat(pieces)
-
-    utils = modeling_flash_attention_utils
-    functions = (flash, varlen, None, utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: functions)
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    return seen
+def borders():
+    """FlashAttention on CPU; the list of `cu_seqlens_q` that reach it."""
+    with flash_attention() as seen:
+        yield seen
 
 
-def test_flash_attention_sees_documents_where_they_are(models, borders):
-    model = models("flash_attention_2")
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_flash_attention_sees_documents_where_they_are(models, borders, version):
+    model = models(f"flash_attention_{version}")
     within, after, neighbour = effects(model, batch_of(packed=True), packed=True)
     assert within > 1e-2 and after > 1e-3 and neighbour == 0.0
     assert borders == [[0, 10, 20, 30]] * len(borders) and borders
@@ -315,6 +302,32 @@ def test_flash_attention_loses_documents_that_do_not_start_alike(models, borders
 
 
 def test_flash_attention_mixes_packed_rows_of_a_larger_batch(models, borders):
-    """transformers looks for documents in a batch of one row only; the self-test stops such a run."""
+    """transformers looks for documents in a batch of one row only: why the collator makes one of them."""
     _, _, neighbour = effects(models("flash_attention_2"), batch_of(packed=True, rows=2), packed=True)
     assert neighbour > 1e-3
+
+
+def test_packed_rows_one_behind_the_other(models, borders):
+    batch = batch_of(packed=True, rows=2, one_row=True)
+    assert batch["input_ids"].shape == (1, 60)
+    _, after, neighbour = effects(models("flash_attention_2"), batch, packed=True)
+    assert after > 1e-3 and neighbour == 0.0
+    assert borders == [[0, 10, 20, 30, 40, 50, 60]] * len(borders) and borders
+
+
+@pytest.mark.parametrize(
+    "name, one_row",
+    [
+        ("eager", False),
+        ("sdpa", False),
+        ("flex_attention", False),
+        ("flash_attention_2", True),
+        ("flash_attention_4", True),
+        ("kernels-community/flash-attn3", True),
+        ("xformers", True),
+    ],
+)
+def test_which_attention_functions_need_one_row(name, one_row):
+    model = make_llama("sdpa")
+    model.config._attn_implementation = name
+    assert needs_one_row(model) is one_row

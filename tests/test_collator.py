@@ -186,6 +186,23 @@ def test_packs_as_lists():
     }
 
 
+def test_packs_one_behind_the_other():
+    """As FlashAttention needs them: what pads one row stands between the documents, counting from 0."""
+    one_row = collator(stack_packs)
+    one_row.one_row = True
+    batch = one_row.assemble([rows(SIX, THREE), rows(FOUR)], fixed(W6, W3, W4))
+    assert lists(batch) == {
+        "input_ids": [SIX + THREE + FOUR + [0] * 5],
+        "labels": [SIX + THREE + FOUR + [-100] * 5],
+        "position_ids": [[0, 1, 2, 13, 14, 15, 0, 9, 10, 0, 1, 2, 7, 0, 1, 2, 3, 4]],
+    }
+    assert one_row.plain().one_row
+    # Rows that are documents keep their mask and their shape.
+    apart = collator(lambda features: stack_packs([[feature] for feature in features]))
+    apart.one_row = True
+    assert apart.assemble(rows(SIX, FOUR), fixed(W6, W4))["attention_mask"].tolist() == [[1] * 6, [1] * 4 + [0] * 2]
+
+
 def test_packs_as_lists_through_axolotls_collator():
     collators = pytest.importorskip("axolotl.utils.collators")
     inner = collators.V2BatchSamplerDataCollatorForSeq2Seq(

@@ -188,6 +188,13 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
     }.items():
         if cfg.get(key):
             raise PoSEError(f"{key}={cfg.get(key)!r} and `pose:` cannot be combined: {why}")
+    for key in ("context_parallel_size", "sequence_parallel_degree"):
+        if (cfg.get(key) or 1) > 1:
+            raise PoSEError(
+                f"{key}={cfg.get(key)} splits each row over devices: Axolotl then counts the positions of a batch "
+                "above one row anew, without jumps, and finds documents by rules of its own. "
+                f"Set {key}: 1: PoSE rows are short, and data parallelism or ZeRO-3/FSDP uses the devices"
+            )
     window, sequence_len = settings.train_length, cfg.get("sequence_len")
     if window is not None and sequence_len and window > sequence_len:
         raise PoSEError(
@@ -235,11 +242,6 @@ def _has_entry_points() -> bool:
 
 
 def _mend_merged(cfg: Any) -> None:
-    from axolotl.loaders.utils import load_model_config
-
-    config = load_model_config(cfg)
-    if cfg.get("merge_method") != "legacy":
-        # The legacy method saves the model's own config, with the override and the merged dtype.
     """Axolotl's memory-efficient merge copies the base's config.json, and both methods leave the limit to chance."""
     folder = Path(cfg.output_dir) / "merged"
     adapter = Path(cfg.get("lora_model_dir") or cfg.output_dir)
@@ -247,6 +249,11 @@ def _mend_merged(cfg: Any) -> None:
         complete_merged(folder, adapter)
         log.info("%s has the extension; compare it with the trained model: pose-plugin check %s", folder, folder)
         return
+    from axolotl.loaders.utils import load_model_config
+
+    config = load_model_config(cfg)
+    if cfg.get("merge_method") != "legacy":
+        # The legacy method saves the model's own config, with the override and the merged dtype.
         config.save_pretrained(folder)
     complete_folder(folder, config, settings_of(cfg))
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from pose_plugin.attention import RestartBoundaries, require_packing_support
+from pose_plugin.attention import RestartBoundaries, needs_one_row, require_packing_support
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
@@ -38,6 +38,10 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         pack: how rows are packed, see `self_test`.
     """
     show_log()
+    # Evaluation may pack too, with a collator of its own.
+    for each in (collator, getattr(trainer, "eval_data_collator", None)):
+        if isinstance(each, PositionCollator):
+            each.one_row = needs_one_row(trainer.model)
     callback = PoSECallback(trainer, collator, pack)
     trainer.add_callback(callback)
     _around_training(trainer, callback)
@@ -54,11 +58,11 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
             callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
+    _with_our_card(trainer)
     return callback
 
 
 class PoSECallback(TrainerCallback):
-    _with_our_card(trainer)
     """Checks the run before its first step and tells the collator the epoch."""
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
@@ -76,12 +80,12 @@ class PoSECallback(TrainerCallback):
         complete_folder(folder, model.config, settings, tokenizer, facts=facts, probe=self.answered)
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
             _resumable(Path(folder) / "config.json")
+        else:
+            complete_card(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs.get("model") or self.trainer.model
         settings = self.collator.settings
-        else:
-            complete_card(folder)
         # After a resume the trainer goes on in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         with together():
@@ -143,13 +147,13 @@ class PoSECallback(TrainerCallback):
     def _describe(self) -> None:
         settings = self.collator.settings
         log.info("settings: %s", settings.model_dump(exclude_defaults=True))
+        frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
+        if frozen:
+            log.warning(frozen)
         settles = settings.chunks == 1 and settings.sampler in ("pose", "clamped")
         if settles or settings.unskipped_ratio == 1 or settings.train_length == 1:
             log.warning(
                 "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
-        frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
-        if frozen:
-            log.warning(frozen)
                 "plain positions. Use chunks: 2",
                 settings.chunks,
                 settings.unskipped_ratio,
@@ -290,10 +294,6 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
         return None
 
 
-def _resumable(file: Path) -> None:
-    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
-
-    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
 def complete_card(folder: str | Path) -> None:
     """Puts our part into README.md; a card is no reason to fail after the training."""
     try:
@@ -316,6 +316,10 @@ def _with_our_card(trainer: Trainer) -> None:
     trainer.create_model_card = create_model_card  # type: ignore[method-assign]
 
 
+def _resumable(file: Path) -> None:
+    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
+
+    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
     and dies for want of max_position_embeddings.
     """
     if not file.exists():

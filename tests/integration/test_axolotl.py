@@ -516,6 +516,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "built-in window": ({**pose(), "pose_max_context_len": 512}, ["pose_max_context_len=512", "Remove it"]),
     "built-in chunks": ({**pose(), "pose_num_chunks": 2}, ["pose_num_chunks=2", "pose.chunks"]),
     "built-in split": ({**pose(), "pose_split_on_token_ids": [2]}, ["pose_split_on_token_ids=[2]"]),
+    "context parallel": (
+        {**pose(), "context_parallel_size": 2},
+        ["context_parallel_size=2 splits each row", "without jumps", "Set context_parallel_size: 1", "ZeRO-3/FSDP"],
+    ),
+    "sequence parallel": (
+        {**pose(), "sequence_parallel_degree": 4},
+        ["sequence_parallel_degree=4 splits each row", "Set sequence_parallel_degree: 1"],
+    ),
     "another maximum": (
         {**pose(), "overrides_of_model_config": {"max_position_embeddings": 256}},
         ["overrides_of_model_config.max_position_embeddings=256 contradicts", "512"],

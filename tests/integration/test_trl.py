@@ -415,6 +415,21 @@ def test_a_model_that_was_not_extended(tmp_path):
     )
 
 
+@pytest.mark.parametrize("key", ["cp_size", "sp_size"])
+def test_rows_split_over_devices(tmp_path, key):
+    """accelerate's context and sequence parallelism need more devices than there are; what it would say is set."""
+
+    def case():
+        from types import SimpleNamespace
+
+        from pose_plugin.integrations.trainer import require_whole_rows
+
+        sizes = {"cp_size": 1, "sp_size": 1, key: 2}
+        require_whole_rows(SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))))
+
+    refused(case, f"PoSEError: {key}=2 splits each row over 2 devices, and chunks on different ones would not be kept")
+
+
 def test_padding_free_rows_with_a_foreign_collator(tmp_path):
     from transformers import default_data_collator
 
