@@ -3,8 +3,8 @@
     python example_configs/quickstart/make_data.py
     python example_configs/trl_sft.py --evaluate            # the tiny base of the quick start, on CPU
 
-    # Two processes on CPU; on GPUs leave the flags out, `accelerate launch example_configs/trl_sft.py …` is enough.
-    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+    # Two processes on CPU. On GPUs: ddp, zero2, zero3 or fsdp2, `--num_processes` as many, without --mixed_precision.
+    accelerate launch --config_file example_configs/accelerate/ddp.yaml --num_processes 2 --mixed_precision no \\
         example_configs/trl_sft.py --steps 20
 
     # A real model and rows of {"text": …} or {"messages": […]}.
@@ -65,6 +65,23 @@ def main() -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
+    # Before the model, so that ZeRO-3 divides it while it is loaded.
+    training = SFTConfig(
+        output_dir=args.output,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        warmup_steps=10,
+        # `content: skip` takes its window out of the whole document, so TRL must not shorten it before.
+        max_length=args.train_length if args.content == "contiguous" else None,
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        gradient_checkpointing=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+    )
+
     # (1) The model is built from the extended config.
     config = extend_context(AutoConfig.from_pretrained(args.model), args.target_length, rope=args.rope)
     model = AutoModelForCausalLM.from_pretrained(args.model, config=config, attn_implementation="sdpa")
@@ -79,21 +96,7 @@ def main() -> None:
 
     trainer = SFTTrainer(
         model,
-        args=SFTConfig(
-            output_dir=args.output,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            warmup_steps=10,
-            # `content: skip` takes its window out of the whole document, so TRL must not shorten it before.
-            max_length=args.train_length if args.content == "contiguous" else None,
-            bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-            gradient_checkpointing=torch.cuda.is_available(),
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=10,
-            save_strategy="no",
-            report_to="none",
-        ),
+        args=training,
         train_dataset=load_dataset("json", data_files=str(args.data), split="train"),
         processing_class=tokenizer,
         # (2) The collator draws positions from the whole target.

@@ -80,9 +80,8 @@ def on_cpu(strategy: str) -> None:
 
     - The examples name the DeepSpeed file relative to the root of the repository.
     - DeepSpeed compiles a shared-memory kernel for all-reduce on CPU, a minute with g++; gloo does without.
-    - accelerate knows no backend for DeepSpeed where there is no GPU, and would run each rank alone.
     - ZeRO-2 gathers into tensors that require a gradient, which gloo refuses.
-    - transformers looks for a GPU before it allows bf16 without use_cpu; CPUs compute in bf16 too.
+    - Without `use_cpu` (Axolotl has no such key) accelerate finds no backend, and would run each rank alone.
     """
     import torch
 
@@ -94,7 +93,6 @@ def on_cpu(strategy: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from accelerate import PartialState
-    from transformers import training_args
 
     prepare = PartialState._prepare_backend
 
@@ -103,7 +101,6 @@ def on_cpu(strategy: str) -> None:
         return backend or "gloo", kind
 
     PartialState._prepare_backend = prepare_backend
-    training_args.is_torch_bf16_gpu_available = lambda: True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
 
@@ -203,8 +200,6 @@ def trl(
         "save_steps": 2,
         "max_steps": 4,
         "num_train_epochs": 1,
-        # With use_cpu, accelerate knows of no DeepSpeed.
-        "use_cpu": not case.strategy.startswith("zero"),
         **config,
     }
     trainer = trl_runs.sft(folder, peft=lora() if case.adapter == "lora" else None, **values)
@@ -265,6 +260,16 @@ def loop(folder: Path, case: Case) -> dict[str, Any]:
     return train(folder, case)
 
 
+def main() -> None:
+    """`-m tests.integration.distributed zero3 script.py …`: the script with what a CPU needs, for real launchers."""
+    import runpy
+    import sys
+
+    on_cpu(sys.argv[1])
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def saved_tensors(folder: Path) -> dict[str, int]:
     """Name → number of values, of everything in a folder's safetensors files."""
     import math
@@ -294,3 +299,7 @@ def reloaded(folder: Path, adapter: str) -> dict[str, Any]:
     else:
         model = AutoModelForCausalLM.from_pretrained(folder / "out")
     return {"frequencies": frequencies(model), "logits": logits_far_out(model)}
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -71,8 +74,9 @@ def test_losses_are_those_of_one_process(run, case):
     alone = run(Case(case.framework, "single", case.adapter))[1][0].value
     assert len(alone["losses"]) == 4 and len(set(alone["losses"])) == 4
     for rank in run(case)[1]:
-        for name in {"losses", "eval_losses"} & alone.keys():
-            assert rank.value[name] == pytest.approx(alone[name], abs=1e-5)
+        assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        # Newer versions take the mean of the ranks' means here, and rows are of unlike length.
+        assert rank.value.get("eval_losses") == pytest.approx(alone.get("eval_losses"), abs=1e-3)
         for got, expected in zip(rank.value["logits"], alone["logits"], strict=True):
             assert got == pytest.approx(expected, abs=1e-5)
 
@@ -188,3 +192,35 @@ def test_a_resumed_run_goes_on_where_it_stopped(run, case):
 
 def resume(folder, case):
     return getattr(distributed, case.framework)(folder, case, resume=str(folder / "out" / "checkpoint-2"), out="again")
+
+
+def test_the_launcher_and_the_example(tmp_path):
+    """The very files, through the real command: norms are trained in full beside the adapter, and saved."""
+    needs(Case("trl", "zero3", "lora"))
+    row = {"input_ids": list(range(2, 202)), "attention_mask": [1] * 200, "labels": list(range(2, 202))}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    config = distributed.CONFIGS / "accelerate" / "zero3.yaml"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
+            *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"),
+            # On a GPU: example_configs/trl_sft.py, without what a CPU needs.
+            *("-m", "tests.integration.distributed", "zero3", str(distributed.CONFIGS / "trl_sft.py")),
+            *("--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"), "--lora"),
+            *("--steps", "2", "--batch-size", "1", "--target-length", "512"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=distributed.ROOT,
+        env={**os.environ, "PYTHONPATH": str(distributed.ROOT), "TRANSFORMERS_VERBOSITY": "info"},
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    assert "Detected DeepSpeed ZeRO-3: activating zero.init()" in output
+    assert output.count("[pose_plugin] self-test passed") == 1
+    assert output.count("[pose_plugin] this process drew") == 2
+    tensors = distributed.saved_tensors(tmp_path / "out")
+    assert all(tensors.values()) and any("lora_A" in name for name in tensors)
+    assert any("norm" in name for name in tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512

@@ -371,8 +371,8 @@ def example_data(tmp_path):
 LAUNCHERS = {
     "python": [sys.executable],
     "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "example_configs/accelerate/ddp.yaml"),
+        *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"),
     ],
 }
 
@@ -385,7 +385,7 @@ def test_the_example(example_data, tmp_path, launcher, extra):
         *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
         *("--target-length", "512", *extra),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=quiet())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=quiet(), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     output = done.stdout + done.stderr
     assert output.count("this process drew") == (2 if launcher == "accelerate" else 1)
