@@ -1,0 +1,158 @@
+"""Families of models, a row each: the rope is live, the self-test passes packed or not, a training step trains.
+
+Rows of the table are tiny random models of the real classes; what cannot work is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as t
+
+from pose_plugin.attention import attention_function, restart_boundaries
+from pose_plugin.collator import PositionCollator
+from pose_plugin.errors import PoSEError, SelfTestError
+from pose_plugin.rope import extend_context, verify_rope
+from pose_plugin.selftest import self_test
+from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build
+from tests.test_attention import stack_single
+from tests.test_collator import stack_packs
+
+TARGET = 8 * WINDOW
+ALL_HEADS = {**SMALL, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+GPTJ = {"vocab_size": 48, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": WINDOW, "rotary_dim": 16}
+
+# family: (config, rope)
+FAMILIES = {
+    **{name: (make, "longrope" if name == "phi3" else "yarn") for name, make in CONFIGS.items()},
+    "qwen2": (lambda: t.Qwen2Config(**SMALL), "yarn"),
+    "olmo2": (lambda: t.Olmo2Config(**SMALL), "linear"),
+    "mixtral": (lambda: t.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "ntk"),
+    "qwen3_moe": (lambda: t.Qwen3MoeConfig(**SMALL, **EXPERTS), "yarn"),
+    "gptj": (lambda: t.GPTJConfig(**GPTJ, bos_token_id=1, eos_token_id=2), "none"),
+    "smollm3": (lambda: t.SmolLM3Config(**SMALL), "yarn"),
+    "granite": (lambda: t.GraniteConfig(**SMALL), "yarn"),
+    "phi": (lambda: t.PhiConfig(**ALL_HEADS, partial_rotary_factor=0.5), "linear"),
+    "starcoder2": (lambda: t.Starcoder2Config(**SMALL), "yarn"),
+    "cohere": (lambda: t.CohereConfig(**SMALL), "linear"),
+    "stablelm": (lambda: t.StableLmConfig(**SMALL), "linear"),
+    "glm4": (lambda: t.Glm4Config(**SMALL, head_dim=32), "linear"),
+    "falcon": (
+        lambda: t.FalconConfig(
+            vocab_size=48,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=WINDOW,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        "ntk",
+    ),
+}
+REFUSED = {
+    "gpt2": (lambda: t.GPT2Config(vocab_size=48, n_embd=64, n_layer=2, n_head=2), "'gpt2' uses a learned table"),
+    "opt": (lambda: t.OPTConfig(vocab_size=48, hidden_size=64), "'opt' uses a learned table"),
+    "gpt_bigcode": (lambda: t.GPTBigCodeConfig(vocab_size=48, n_embd=64), "'gpt_bigcode' uses a learned table"),
+    "bloom": (lambda: t.BloomConfig(vocab_size=48, hidden_size=64), "'bloom' uses ALiBi biases"),
+    "mpt": (lambda: t.MptConfig(vocab_size=48, d_model=64), "'mpt' uses ALiBi biases"),
+    "falcon with ALiBi": (lambda: t.FalconConfig(vocab_size=48, alibi=True), "'falcon' uses ALiBi biases"),
+    "mamba": (lambda: t.MambaConfig(vocab_size=48), "'mamba' uses no positions"),
+    "qwen2_vl": (lambda: t.Qwen2VLConfig(), "'qwen2_vl_text' gives each token three positions"),
+    "qwen3_vl": (lambda: t.Qwen3VLConfig(), "'qwen3_vl_text' gives each token three positions"),
+    "gptj": (lambda: t.GPTJConfig(**GPTJ), "'gptj' computes its rotary table with base 10000"),
+}
+
+
+# transformers gives the masks of these families no positions, so that rows packed the ordinary way mix as well, unless
+# FlashAttention runs. The self-test stops such a run.
+MIXES = ("gpt_oss", "falcon")
+
+
+def tells_documents_apart(model):
+    """Whether transformers itself keeps two documents with plain positions apart."""
+    ids = torch.arange(3, 15)[None]
+    changed = ids.clone()
+    changed[0, 2] += 20
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5] * 2])
+    with torch.no_grad():
+        both = [model(each, position_ids=positions).logits[0, 6:] for each in (ids, changed)]
+    return torch.equal(*both)
+
+
+@pytest.fixture
+def extended(tmp_path):
+    def make(name):
+        config, rope = FAMILIES[name][0](), FAMILIES[name][1]
+        options = {}
+        if rope == "longrope":
+            options["factors_file"] = str(tmp_path / "factors.json")
+            lists = {"long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 8}
+            (tmp_path / "factors.json").write_text(json.dumps(lists))
+        model = build(extend_context(config, TARGET, rope, **options))
+        model.config.use_cache = False
+        return model
+
+    return make
+
+
+def collator(packed=False):
+    return PositionCollator(stack_packs if packed else stack_single, {"target_length": TARGET, "train_length": WINDOW})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_rope_is_live(extended, name):
+    verify_rope(extended(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_self_test(extended, name):
+    model = extended(name)
+    report = self_test(model, collator())
+    assert report.after_jump > 0.0 and report.neighbour == 0.0 and report.other_row == 0.0
+    if not tells_documents_apart(model):
+        with restart_boundaries(), pytest.raises(SelfTestError, match="packed documents see each other"):
+            self_test(model, collator(packed=True), pack="lists")
+        assert name in MIXES
+        return
+    with restart_boundaries():
+        packed = self_test(model, collator(packed=True), pack="lists")
+    assert packed.after_jump > 0.0 and packed.neighbour == 0.0
+    assert packed.attention == attention_function(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_trains_every_layer_and_leaves_the_frequencies(extended, name):
+    model = extended(name).train()
+    tokens = torch.arange(40) % 40 + 3
+    batch = collator()([{"input_ids": tokens.tolist(), "labels": tokens.tolist()}] * 2)
+    assert batch["position_ids"].max() > WINDOW
+    with torch.no_grad():
+        model(**batch)  # LongRoPE takes its list for long inputs
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    still = [key for key, value in model.named_parameters() if torch.equal(value, before[key])]
+    # An expert to which no token was sent learns nothing, which is as it should be.
+    assert not [key for key in still if "expert" not in key], still
+    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers() if "freq" in key)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    make, words = REFUSED[name]
+    config = make()
+    with pytest.raises(PoSEError) as error:
+        extend_context(config, 1 << 20, rope="yarn")
+    assert words in str(error.value)
