@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.integration.axolotl_runs import (
 pytestmark = pytest.mark.axolotl
 
 TARGET = 512
+WHOLE = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 PACKED = {"sample_packing": True, "sequence_len": 128}
 EVALUATED = {"val_set_size": 0.3, "eval_steps": 1}
@@ -46,6 +48,7 @@ METHODS: dict[str, tuple[dict[str, Any], bool]] = {
     "eager": ({"attn_implementation": "eager"}, False),
     "gradient checkpointing": ({"gradient_checkpointing": True}, False),
     "lora": ({**LORA, **EVALUATED}, False),
+    "lora, embeddings and norms": ({**LORA, "lora_modules_to_save": WHOLE}, False),
     "qlora": (QLORA, False),
     "8 bit": ({**LORA, "load_in_8bit": True}, False),
     "padded rows": ({"pad_to_sequence_len": True, "sequence_len": 96}, False),
@@ -186,6 +189,28 @@ def test_adapters_are_what_they_say(runs, name, modules):
     assert modules <= done.modules
     assert all("lora_" in parameter for parameter in done.moved)
     assert not {"Linear4bit", "Linear8bitLt"} & runs.method("full").modules
+
+
+def test_embeddings_and_norms_are_trained_and_saved(runs):
+    from safetensors.torch import load_file
+
+    name = "lora, embeddings and norms"
+    moved = runs.method(name).moved
+    saved = load_file(runs.folder(name) / "out" / "adapter_model.safetensors")
+    base = load_file(runs.home / "base" / "model.safetensors")
+    for part in WHOLE:
+        assert any(f".{part}." in parameter for parameter in moved)
+        mine = {key: tensor for key, tensor in saved.items() if f"{part}.weight" in key}
+        assert mine
+        for key, tensor in mine.items():
+            (original,) = [base[each] for each in base if key.endswith(f".{each}")]
+            assert tensor.shape == original.shape and not tensor.equal(original)
+
+
+def test_frozen_embeddings_and_norms_are_told(runs):
+    sentence = "the adapter leaves embeddings and norms frozen, and 64 → 512 tokens is a stretch by 8"
+    for name, times in {"lora": 1, "lora, embeddings and norms": 0, "full": 0}.items():
+        assert runs.outcome(name, **METHODS[name][0]).output.count(sentence) == times
 
 
 def test_attention_is_what_was_asked_for(runs):
@@ -366,10 +391,10 @@ print(json.dumps(answers))
 
 def test_saved_folders_reload_without_the_plugin(runs):
     """To the same logits, far past the base's window, in a process that has neither the plugin nor Axolotl."""
-    names = ["full", "lora", "packed"]
+    names = ["full", "lora", "packed", "lora, embeddings and norms"]
     wanted = [runs.method(name).logits for name in names]
     folders = [
-        (str(runs.folder(name) / "out" / part), name == "lora") for part in ("", "checkpoint-2") for name in names
+        (str(runs.folder(name) / "out" / part), "lora" in name) for part in ("", "checkpoint-2") for name in names
     ]
     request = json.dumps([str(runs.home / "base"), PROBE_TOKENS, PROBE_POSITIONS, *folders])
     done = subprocess.run(
@@ -385,6 +410,37 @@ def test_saved_folders_reload_without_the_plugin(runs):
     for (logits, longest), want in zip(json.loads(done.stdout.splitlines()[-1]), wanted * 2, strict=True):
         np.testing.assert_allclose(np.array(logits), want, atol=1e-5)
         assert longest == TARGET
+
+
+def _merge(values: dict[str, Any]) -> None:
+    from axolotl.cli.merge_lora import do_cli
+
+    file = Path(values["output_dir"]).with_name("merge.yaml")
+    file.write_text(yaml.safe_dump(values))
+    do_cli(config=str(file))
+
+
+@pytest.mark.parametrize("method", [None, "memory_efficient", "legacy"])
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_merged(runs, tmp_path, monkeypatch, name, method):
+    """By every method that Axolotl has, into a model that loads without the plugin to the trained one's answers."""
+    from pose_plugin.serving import _alone, check
+
+    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
+    runs.method(name)
+    shutil.copytree(runs.folder(name) / "out", tmp_path / "out")
+    values = runs.yaml(name, **METHODS[name][0], output_dir=str(tmp_path / "out"), merge_method=method)
+    forked(_merge, {key: value for key, value in values.items() if value is not None})
+    merged = tmp_path / "out" / "merged"
+    report = check.check_folder(merged)
+    assert report.passed, str(report)
+    (sentence,) = [text for what, verdict, text in report.findings if (what, verdict) == ("logits", "ok")]
+    assert ("trained on a quantised base" in sentence) is (name == "qlora")
+    assert json.loads((merged / "pose.json").read_text())["merged"] is True
+    assert (
+        not (merged / "adapter_config.json").exists()
+        and "a context window of 512" in (merged / "README.md").read_text()
+    )
 
 
 # -- epochs, resuming, workers -------------------------------------------------------------------------------------
