@@ -21,6 +21,14 @@ from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear
 from pose_plugin.beacon.model import BeaconModel
 from pose_plugin.beacon.register import register
+from pose_plugin.beacon.training import (
+    IntervalSampler,
+    beacon_gradient_norm,
+    check_beacon_gradients,
+    group_by_intervals,
+    interval_count,
+    set_ratio_step,
+)
 from pose_plugin.beacon.verbs import condensing, find_tuner
 
 __all__ = [
@@ -30,8 +38,14 @@ __all__ = [
     "BeaconLayer",
     "BeaconLinear",
     "BeaconModel",
+    "IntervalSampler",
+    "beacon_gradient_norm",
+    "check_beacon_gradients",
     "condensing",
     "find_tuner",
+    "group_by_intervals",
+    "interval_count",
+    "set_ratio_step",
 ]
 
 register(BeaconConfig, BeaconModel)

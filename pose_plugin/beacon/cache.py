@@ -7,6 +7,7 @@ seen), which is what `generate` reckons with; how many keys are really there is 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +154,19 @@ class BeaconCache(Cache):
         twin.tokens, twin.ratios, twin.open_ratio = self.tokens, list(self.ratios), self.open_ratio
         twin.signature = dict(self.signature)
         return twin
+
+    def save(self, path: str | Path) -> None:
+        """Writes the stream to a safetensors file; see `persist.save`."""
+        from pose_plugin.beacon import persist
+
+        persist.save(self, path)
+
+    @staticmethod
+    def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
+        """Reads what `save` wrote; see `persist.load`."""
+        from pose_plugin.beacon import persist
+
+        return persist.load(path, device)
 
     # What the stream does with it.
 

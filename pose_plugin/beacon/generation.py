@@ -67,6 +67,8 @@ class Generation:
             past = BeaconCache() if past is None else past
         if past is not None:
             kwargs[tuner.cache_key] = past
+        elif ratios is not None:
+            raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio instead")
         with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)):
             return tuner.model.generate(inputs, **kwargs)
 

@@ -5,6 +5,7 @@ Source: Zhang et al., Soaring from 4K to 400K: Extending LLM's Context with Acti
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -110,7 +111,9 @@ class BeaconModel(Generation, Reading, BaseTuner):
         for layer in self._decoder_layers:
             # Otherwise checkpointed layers lose the cache, and with it the memory.
             layer._can_checkpoint_with_cache = True
-        rope.check_convention(rope.find_rotary(model), attentions[0])
+        # In a list, since a module as an attribute would become a second child of the same weights.
+        self._rotary = [rope.find_rotary(model)]
+        rope.check_convention(self._rotary[0], attentions[0])
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -161,7 +164,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
 
     @property
     def rotary(self) -> Any:
-        return rope.find_rotary(self.model)
+        return self._rotary[0]
 
     @property
     def attention(self) -> str:
@@ -175,8 +178,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
     @property
     def cache_key(self) -> str:
         """transformers 5.24 calls it cache, earlier versions past_key_values."""
-        names = inspect.signature(type(self.model).forward).parameters
-        return "cache" if "cache" in names else "past_key_values"
+        return _cache_key(type(self.model))  # type: ignore[arg-type]
 
     @property
     def active_config(self) -> BeaconConfig:
@@ -201,3 +203,9 @@ class BeaconModel(Generation, Reading, BaseTuner):
     @property
     def disabled(self) -> bool:
         return not self.active_adapters or self.embedding.disable_adapters
+
+
+@functools.lru_cache
+def _cache_key(model_cls: Any) -> str:
+    names = inspect.signature(model_cls.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

@@ -69,9 +69,10 @@ class Reading:
             headroom: tokens still to come after them, at least the configured headroom.
         """
         config = self.active_config
+        draws = self.training and torch.is_grad_enabled()
         policy = ratio if ratio is not None else self._ratio_override
         if policy is None:
-            policy = config.train_ratio if self.training else config.ratio
+            policy = config.train_ratio if draws else config.ratio
         return ratios.plan(
             self.window,
             policy,
@@ -82,7 +83,7 @@ class Reading:
             candidates=config.ratios,
             headroom=max(config.headroom, headroom or 0),
             at_least=max(cache.ratios[-1:], default=1),
-            rng=self._generator if self.training else None,
+            rng=self._generator if draws else None,
         )
 
     # Reading.

@@ -1,0 +1,133 @@
+"""What a trainer needs around the model: batches by interval count, the step of the ratios, the gradient check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from pose_plugin.beacon.layer import BeaconLayer
+from pose_plugin.beacon.verbs import find_tuner
+from pose_plugin.errors import PoSEError
+
+
+def interval_count(tokens: int, interval: int) -> int:
+    """Intervals that a text of so many tokens is read in: ⌈tokens / l⌉, the key to group a batch by."""
+    return -(-tokens // interval)
+
+
+def group_by_intervals(
+    lengths: Sequence[int], interval: int, batch_size: int, ranks: int = 1, seed: int = 0, epoch: int = 0
+) -> list[int]:
+    """An order of the data in which all rows that are read at the same time have the same number of intervals.
+
+    Ranks that run different numbers of forwards hang under ZeRO-3 and FSDP. Every run of batch_size·ranks entries has
+    one interval count; a count whose texts do not fill its last run repeats some of them. Texts within one interval
+    train no beacon.
+
+    Args:
+        lengths: tokens of each text.
+        interval: l.
+        batch_size: rows of a rank's batch.
+        ranks: processes.
+        seed, epoch: of the shuffle; no global generator is used.
+
+    Returns:
+        Indices into `lengths`, a multiple of batch_size·ranks of them.
+
+    Raises:
+        PoSEError: no texts, or a size below 1.
+    """
+    if not lengths or min(batch_size, ranks, interval) < 1:
+        raise PoSEError(
+            f"group_by_intervals: {len(lengths)} texts, batch_size {batch_size}, ranks {ranks}, interval {interval} "
+            "must all be at least 1"
+        )
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    chunk = batch_size * ranks
+    counts = np.array([interval_count(int(length), interval) for length in lengths])
+    chunks: list[np.ndarray] = []
+    for count in np.unique(counts):
+        members = rng.permutation(np.flatnonzero(counts == count))
+        filled = np.resize(members, -(-len(members) // chunk) * chunk)
+        chunks += np.split(filled, len(filled) // chunk)
+    return [int(index) for at in rng.permutation(len(chunks)) for index in chunks[at]]
+
+
+class IntervalSampler(Sampler[int]):
+    """`group_by_intervals` as a sampler, newly shuffled each epoch.
+
+    Args: see there. For accelerate's sharding (batch i goes to rank i mod ranks) `ranks` is the number of processes.
+    """
+
+    def __init__(self, lengths: Sequence[int], interval: int, batch_size: int, ranks: int = 1, seed: int = 0) -> None:
+        self.lengths, self.interval, self.batch_size = lengths, interval, batch_size
+        self.ranks, self.seed, self.epoch = ranks, seed, 0
+        self._count = len(group_by_intervals(lengths, interval, batch_size, ranks))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = group_by_intervals(self.lengths, self.interval, self.batch_size, self.ranks, self.seed, self.epoch)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def set_ratio_step(model: Any, step: int) -> None:
+    """Before each step of the optimizer: tells the global step that training ratios are drawn for.
+
+    Args:
+        model: a PEFT model with a Beacon adapter, wrapped or not.
+        step: the trainer's global step; the same on every rank, and after a resume.
+    """
+    find_tuner(model).set_step(step)
+
+
+def beacon_gradient_norm(model: Any, gradient: Callable[[Any], Any] | None = None) -> float:
+    """The norm over all trainable beacon parameters; 0.0 where none has a gradient.
+
+    Args:
+        model: a PEFT model with a Beacon adapter, after backward.
+        gradient: from a parameter to its gradient; None reads `.grad`. Under DeepSpeed ZeRO that is empty: give
+            deepspeed.utils.safe_get_full_grad.
+    """
+    total = 0.0
+    for layer in find_tuner(model).model.modules():
+        if not isinstance(layer, BeaconLayer):
+            continue
+        for name in layer.adapter_layer_names:
+            for parameter in getattr(layer, name).parameters():
+                found = (gradient(parameter) if gradient else parameter.grad) if parameter.requires_grad else None
+                if found is not None:
+                    total += float(torch.linalg.vector_norm(found.detach().float())) ** 2
+    return total**0.5
+
+
+def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = None) -> float | None:
+    """After the first backward: beacons must have a gradient, or the run would train nothing with a falling loss.
+
+    Args: see `beacon_gradient_norm`.
+
+    Returns:
+        The norm; None where nothing was condensed since `set_ratio_step`, so that a later step has to be judged.
+
+    Raises:
+        PoSEError: something was condensed and the gradient is zero or not finite.
+    """
+    if not find_tuner(model).condensed_since_step:
+        return None
+    norm = beacon_gradient_norm(model, gradient)
+    if not 0 < norm < float("inf"):
+        raise PoSEError(
+            f"gradient: the beacons' gradient norm is {norm} after a step that condensed "
+            f"{find_tuner(model).condensed_since_step} intervals, so they would not be trained. Usual causes: "
+            "checkpointing with use_reentrant=True, labels that are all −100 behind the first interval, or an adapter "
+            "that is loaded with is_trainable=False."
+        )
+    return norm

@@ -1,0 +1,180 @@
+"""What fits, what adapt chooses, and what training draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pose_plugin.beacon.ratios import (
+    CANDIDATES,
+    Window,
+    adapt,
+    check_ratio,
+    draw,
+    fits,
+    from_compression,
+    generator,
+    intervals,
+    plan,
+)
+from pose_plugin.beacon.training import IntervalSampler, group_by_intervals, interval_count
+from pose_plugin.errors import PoSEError
+
+LLAMA = Window(4096, 1024)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pending", "expected"),
+    [
+        (0, 0, (0, 0)),
+        (1, 0, (0, 1)),
+        (4, 0, (0, 4)),  # a full interval with nothing behind it
+        (5, 0, (1, 1)),
+        (8, 0, (1, 4)),
+        (9, 0, (2, 1)),
+        (1, 4, (1, 1)),
+        (4, 3, (1, 3)),
+    ],
+)
+def test_intervals(tokens, pending, expected):
+    assert intervals(tokens, 4, pending) == expected
+
+
+CAPACITY = {2: 7168, 4: 13312, 8: 25600, 16: 50176, 32: 99328, 64: 197632, 128: 394240}
+
+
+@pytest.mark.parametrize(("ratio", "tokens"), CAPACITY.items())
+def test_adapt_takes_the_smallest_that_is_enough(ratio, tokens):
+    """(L − l)·α + l ≥ tokens + 1024; the largest capacity is the paper's 400K."""
+    assert LLAMA.capacity(ratio) == tokens
+    assert adapt(LLAMA, tokens - 1024) == ratio
+    if ratio < 128:
+        assert adapt(LLAMA, tokens - 1023) == 2 * ratio
+    else:
+        with pytest.raises(PoSEError, match=r"adapt finds no condensing ratio for 393217 tokens.*394240"):
+            adapt(LLAMA, tokens - 1023)
+
+
+def test_adapt_goes_on_with_what_is_left():
+    """A stream that adapt began never ends where the ratio it began with fits, and it does not return to a finer one."""
+    assert adapt(LLAMA, 2048, memory=2048) == 2
+    assert adapt(LLAMA, 2048, memory=2560) == 4
+    assert adapt(LLAMA, 2048, memory=0, at_least=16) == 16
+    with pytest.raises(PoSEError, match="behind 3072 beacons"):
+        adapt(LLAMA, 1025, memory=3072)
+
+
+def test_fit_is_refused_where_positions_run_out():
+    """8192 tokens at ratio 2 reach position 4608 in a window of 4096: the case that goes unnoticed elsewhere."""
+    assert not fits(LLAMA, [2] * 7, 1024)
+    assert fits(LLAMA, [2] * 6, 1024)
+    with pytest.raises(PoSEError, match=r"window: 4096 positions are full: 3584 beacons.*ratio='adapt'"):
+        plan(LLAMA, 2, 8192)
+    assert plan(LLAMA, 2, 7168) == [2] * 6
+
+
+def test_fit_to_the_position():
+    """m + l ≤ L − 1 before an interval that condenses, m + n ≤ L for the last one. L = 11, l = 4, ratio 2."""
+    window = Window(11, 4)
+    assert fits(window, [2, 2, 2, 2], 3)  # m = 0, 2, 4, 6 → 6 + 4 ≤ 10, then 8 + 3 ≤ 11
+    assert not fits(window, [2, 2, 2, 2], 4)
+    assert not fits(window, [2, 2, 2, 2, 2], 1)  # 8 + 4 > 10
+    assert not fits(Window(10, 4), [2, 2, 2, 2], 1)
+
+
+def test_interleaved_fit_counts_the_beacons():
+    window = Window(11, 4, interleaved=True)
+    # One ratio more, of the open interval: memory of 6, four raw tokens, one beacon between them.
+    assert fits(window, [2, 2, 2, 2], 4)
+    assert not fits(Window(10, 4, interleaved=True), [2, 2, 2, 2], 4)
+    assert not fits(window, [2, 2, 2, 2, 2], 1)  # 6 + 4 + 2 rows in the fourth
+
+
+def test_draws_fit_and_use_what_fits():
+    """8192 tokens: seven intervals condense into at most 3072 positions, so ratio 2 throughout is never drawn."""
+    seen = set()
+    for step in range(60):
+        ratios = draw(LLAMA, 7, 1024, CANDIDATES, generator(0, step, 0))
+        assert len(ratios) == 7
+        assert fits(LLAMA, ratios, 1024)
+        seen.update(ratios)
+    assert seen == set(CANDIDATES)
+
+
+def test_draws_narrow_to_what_still_fits():
+    """L = 10, l = 4: memory of 2 + 2 + 1 leaves room for the last four tokens, 2 + 2 + 2 does not."""
+    window = Window(9, 4)
+    for step in range(40):
+        ratios = draw(window, 3, 4, (2, 4), generator(1, step, 0))
+        assert sum(4 // ratio for ratio in ratios) <= 5
+    with pytest.raises(PoSEError, match=r"training text too long: 9 intervals.*even at the largest ratio, 4"):
+        draw(window, 9, 4, (2, 4), generator(1, 0, 0))
+
+
+def test_instance_wise_draws_one_ratio():
+    window = Window(64, 8)
+    drawn = {tuple(draw(window, 5, 3, (2, 4, 8), generator(0, step, 0), same=True)) for step in range(40)}
+    assert drawn == {(2,) * 5, (4,) * 5, (8,) * 5}
+
+
+def test_draws_depend_on_seed_step_and_sample_only():
+    """The same on two ranks and after a resume; the global generators do not move."""
+    before = (np.random.get_state()[1].copy(), torch.random.get_rng_state().clone())
+    rank0 = [draw(LLAMA, 4, 10, CANDIDATES, generator(7, step, sample)) for step in range(3) for sample in range(2)]
+    rank1 = [draw(LLAMA, 4, 10, CANDIDATES, generator(7, step, sample)) for step in range(3) for sample in range(2)]
+    assert rank0 == rank1
+    assert len({tuple(ratios) for ratios in rank0}) > 3
+    assert rank0 != [draw(LLAMA, 4, 10, CANDIDATES, generator(8, s, i)) for s in range(3) for i in range(2)]
+    assert (np.random.get_state()[1] == before[0]).all()
+    assert torch.equal(torch.random.get_rng_state(), before[1])
+
+
+def test_plan_of_a_list():
+    window = Window(64, 8)
+    assert plan(window, [2, 8, 4], 30) == [2, 8, 4]
+    with pytest.raises(PoSEError, match=r"ratios: 2 given, but 30 tokens behind 0 waiting ones need 3"):
+        plan(window, [2, 8], 30)
+    with pytest.raises(PoSEError, match=r"ratios\[1\]: 3 must be a whole number ≥ 2 that divides the interval of 8"):
+        plan(window, [2, 3, 4], 30)
+    assert plan(Window(64, 8, interleaved=True), [2, 8, 4, 4], 30) == [2, 8, 4, 4]
+    assert plan(Window(64, 8, interleaved=True), 4, 3, pending=5, open_ratio=2) == [2]
+    assert plan(Window(64, 8, interleaved=True), 4, 4, pending=5, open_ratio=2) == [2, 4]
+
+
+def test_random_needs_training():
+    with pytest.raises(PoSEError, match="'random' draws ratios and is for training"):
+        plan(Window(64, 8), "random", 30)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3, 2.0, "8", True, None])
+def test_bad_ratio(bad):
+    with pytest.raises(PoSEError, match="ratio: .* must be a whole number ≥ 2 that divides the interval of 8"):
+        check_ratio(bad, 8)
+
+
+def test_compression_ratio_is_the_share_removed():
+    assert from_compression(0.875) == 8
+    assert from_compression(0.5) == 2
+    with pytest.raises(PoSEError, match="no whole condensing ratio; the nearest is 0.8888"):
+        from_compression(0.89)
+    with pytest.raises(PoSEError, match="must lie between 0 and 1"):
+        from_compression(8)
+
+
+def test_groups_have_one_interval_count():
+    lengths = [3, 8, 9, 16, 17, 30, 5, 12, 8, 25]
+    counts = [interval_count(length, 8) for length in lengths]
+    assert counts == [1, 1, 2, 2, 3, 4, 1, 2, 1, 4]
+    order = group_by_intervals(lengths, 8, batch_size=2, ranks=2)
+    assert len(order) % 4 == 0
+    assert set(order) == set(range(10))
+    for start in range(0, len(order), 4):
+        assert len({counts[index] for index in order[start : start + 4]}) == 1
+    sampler = IntervalSampler(lengths, 8, 2, ranks=2)
+    first = list(sampler)
+    assert len(first) == len(sampler) == len(order)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    with pytest.raises(PoSEError, match="batch_size 0"):
+        group_by_intervals(lengths, 8, 0)
