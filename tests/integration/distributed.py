@@ -31,11 +31,8 @@ CASES = [
         "loop": ("fsdp2",),
     }.items()
     for strategy in strategies
-    for adapter in ("full", "lora")
+    for adapter in (("full", "lora", "qlora") if framework == "axolotl" else ("full", "lora"))
 ]
-SINGLE = {
-    framework: [Case(framework, "single", adapter) for adapter in ("full", "lora")] for framework in ("trl", "axolotl")
-}
 
 
 def environment(case: Case) -> dict[str, str]:
@@ -131,7 +128,8 @@ def seen(trainer: Any, model: Any) -> dict[str, Any]:
         "losses": [line["loss"] for line in history if "loss" in line],
         "eval_losses": [line["eval_loss"] for line in history if "eval_loss" in line],
         "frequencies": frequencies(model),
-        "logits": logits_far_out(model),
+        # bitsandbytes' layers on CPU cannot leave training mode.
+        "logits": [] if getattr(model, "is_loaded_in_4bit", False) else logits_far_out(model),
     }
 
 
@@ -222,7 +220,19 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
     # Rows of one length: Axolotl takes the mean of the ranks' losses, not of all tokens.
     if not (folder / "rows.jsonl").exists():
         axolotl_runs.make_rows(folder / "rows.jsonl", low=40, high=41)
-    adapter = {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": ["norm", "embed_tokens"]}
+    adapters = {
+        "full": {},
+        "lora": {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": ["norm", "embed_tokens"]},
+        "qlora": {
+            **axolotl_runs.LORA,
+            "adapter": "qlora",
+            "load_in_4bit": True,
+            "lora_dropout": 0.0,
+            "lora_modules_to_save": ["norm"],
+            # ZeRO-3 gathers weights of one type only: 4-bit weights are kept as the others are.
+            "bnb_config_kwargs": {"bnb_4bit_quant_storage": "float32"},
+        },
+    }
     values = axolotl_runs.base_yaml(
         folder,
         plugins=["pose_plugin", "tests.integration.recorder.OnCPU"],
@@ -234,7 +244,7 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
         dataloader_num_workers=0,
         resume_from_checkpoint=resume,
         deepspeed=str(CONFIGS / "deepspeed" / f"{case.strategy}.json") if case.strategy.startswith("zero") else None,
-        **(adapter if case.adapter == "lora" else {}),
+        **adapters[case.adapter],
         **config,
     )
     found: dict[str, Any] = {}
@@ -282,6 +292,13 @@ def saved_tensors(folder: Path) -> dict[str, int]:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 found[name] = math.prod(file.get_slice(name).get_shape())
     return found
+
+
+def saved_values(folder: Path) -> dict[str, Any]:
+    """Name → values, of everything in a folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.tolist() for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def reloaded(folder: Path, adapter: str) -> dict[str, Any]:
