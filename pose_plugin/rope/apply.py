@@ -71,7 +71,7 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
         if not plan.fixed:
             text.rope_parameters = parameters
         text.max_position_embeddings = plan.max_position_embeddings
-    for key in _TOP_KEYS:
+    for key in (*_TOP_KEYS, *(() if plan.top_original else ("original_max_position_embeddings",))):
         store.pop(key, None)
     # Not by setattr: a config object has a `rope_scaling` property, and setting it replaces rope_parameters.
     store.update(extra)

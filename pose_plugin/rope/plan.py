@@ -13,7 +13,7 @@ from typing import Any
 from pose_plugin.config import RopeSettings, parse_settings
 from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import RopeSource, read_rope
-from pose_plugin.rope.stretch import Stretch, stretched
+from pose_plugin.rope.stretch import LONGROPE_ONLY, Stretch, stretched
 
 # Which settings mean something for which type. A setting without effect is refused, not ignored.
 _APPLIES = {
@@ -124,7 +124,7 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
             "original_length": source.original_length,
             "original_theta": source.original_theta,
         },
-        top_original=source.top_original or current["rope_type"] == "longrope",
+        top_original=current["rope_type"] == "longrope" or (source.top_original and not _from_our_list(source)),
         head_dim=None if current["rope_type"] == "default" else source.unset_head_dim,
         fixed=source.fixed,
         before=describe(source.current, source.max_position_embeddings),
@@ -132,6 +132,11 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
         notes=tuple(notes),
         warnings=(*warnings, *_window_warnings(source, target_length)),
     )
+
+
+def _from_our_list(source: RopeSource) -> bool:
+    """Whether the key outside of the rope dict came with a list of ours, and goes with it."""
+    return bool(source.record) and source.current["rope_type"] == "longrope" and source.model_type not in LONGROPE_ONLY
 
 
 def _short_factor(settings: RopeSettings, source: RopeSource, target: int) -> list[str]:

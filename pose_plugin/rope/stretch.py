@@ -17,7 +17,7 @@ from pose_plugin.rope import kinds, theory
 from pose_plugin.rope.read import RopeSource
 
 # transformers accepts only `default` and `longrope` for these; other kinds are written as a longrope list.
-_LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")
+LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")
 
 
 @dataclass
@@ -73,7 +73,7 @@ def stretched(request: Stretch) -> dict[str, Any]:
             f"the model scales its logits by its yarn factor (mscale_all_dim={old['mscale_all_dim']:g}); "
             f"rope.type={kind} drops that scale. rope: yarn keeps it"
         )
-    return _only_longrope(request, result) if source.model_type in _LONGROPE_ONLY else result
+    return _only_longrope(request, result) if source.model_type in LONGROPE_ONLY else result
 
 
 def _linear(request: Stretch) -> dict[str, Any]:

@@ -218,6 +218,18 @@ def test_extending_with_another_kind_starts_from_the_true_original(first):
     assert twice.rope_parameters == WRITTEN["yarn"]
 
 
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_nothing_of_the_first_kind_is_left(first, second, tmp_path):
+    """Whatever came between, in the config and in its file: 64 → 256 → 1024 is 64 → 1024."""
+    once = extend_context(CONFIGS["llama"](), 1024, settings(second))
+    between = extend_context(CONFIGS["llama"](), 256, settings(first))
+    between.save_pretrained(tmp_path)
+    for config in (between, type(between).from_pretrained(tmp_path)):
+        twice = extend_context(config, 1024, settings(second))
+        assert twice.to_dict() == once.to_dict()
+
+
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "yarn-revised"])
 def test_the_original_length_is_found_without_our_record(kind):
     config = extend_context(llama(), 8192, kind)
