@@ -15,6 +15,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.frozen import warning_of_frozen_parts
+from pose_plugin.integrations.unsloth import is_unsloth, require_unsloth_fits
 from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage, simulable
 from pose_plugin.ranks import beside_training, together
@@ -113,6 +114,8 @@ class PoSECallback(TrainerCallback):
     def _check(self, model: Any) -> None:
         settings = self.collator.settings
         require_whole_rows(self.trainer)
+        if is_unsloth(model):
+            require_unsloth_fits(model, settings)
         self._frequencies(model)
         require_window(model.config, settings.target_length)
         require_same_rope(model.config, settings)

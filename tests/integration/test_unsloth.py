@@ -1,0 +1,201 @@
+"""Unsloth needs a GPU to be imported: here its real source is read, and the functions that decide are run from it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from pose_plugin.config import parse_settings
+from pose_plugin.errors import PoSEError
+from pose_plugin.integrations.unsloth import extended_base, is_unsloth, require_unsloth_fits
+from pose_plugin.rope import extend_context, inverse_frequencies
+from tests.conftest import make_llama, make_tokenizer
+
+TARGET, WINDOW = 512, 64
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path):
+    make_llama().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_extended_base_loads_at_the_target(base, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = extended_base(base, tmp_path / "extended", target_length=TARGET, rope="linear")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.max_position_embeddings == TARGET
+    assert model.config.rope_parameters["factor"] == TARGET / WINDOW
+    for name, weight in make_llama().state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name])
+    assert len(AutoTokenizer.from_pretrained(folder)) == 128
+    assert json.loads((base / "config.json").read_text())["max_position_embeddings"] == WINDOW, "the base is as it was"
+    # Once more into the same folder, with another rope.
+    extended_base(base, folder, target_length=TARGET, rope="yarn")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("where", ["base", "other"])
+def test_a_folder_that_holds_something_else_is_left_alone(base, tmp_path, where):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "note.txt").write_text("mine")
+    before = (base / "config.json").read_text()
+    with pytest.raises(PoSEError, match="holds something else already; name one that is new or empty"):
+        extended_base(base, tmp_path / where, target_length=TARGET)
+    assert (base / "config.json").read_text() == before and [f.name for f in other.iterdir()] == ["note.txt"]
+
+
+def loaded(max_seq_length, extended=True, **rope):
+    """What Unsloth's loader leaves: a model that carries the longest row."""
+    config = make_llama().config
+    if extended:
+        config = extend_context(config, TARGET, **rope)
+    model = make_llama(**{k: v for k, v in config.to_dict().items() if k in ("max_position_embeddings",)})
+    model.config = config
+    model.max_seq_length = max_seq_length
+    return model
+
+
+CASES = {
+    "not extended": (
+        lambda: loaded(TARGET, extended=False),
+        {},
+        "base that was not extended: with max_seq_length=512 .*extended_base",
+    ),
+    "longer than the target": (
+        lambda: loaded(2 * TARGET),
+        {},
+        "max_seq_length=1024 is beyond target_length=512.* place of rope=yarn. Load with max_seq_length=64",
+    ),
+    "rows would be cut": (
+        lambda: loaded(32),
+        {},
+        "max_seq_length=32 is shorter than train_length=64.*Load with max_seq_length=64",
+    ),
+    "margin beyond the table": (
+        lambda: loaded(WINDOW),
+        {"target_margin": 64},
+        "target_margin=64 reaches position 575, but .*max_position_embeddings=512 .*Set target_margin: 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name):
+    make, changes, words = CASES[name]
+    settings = parse_settings({"target_length": TARGET, "train_length": WINDOW, **changes})
+    with pytest.raises(PoSEError, match=words):
+        require_unsloth_fits(make(), settings)
+
+
+@pytest.mark.parametrize("longest", [WINDOW, TARGET])
+def test_accepted(longest):
+    require_unsloth_fits(loaded(longest), parse_settings({"target_length": TARGET, "train_length": WINDOW}))
+
+
+def test_the_trainer_asks(monkeypatch, tmp_path):
+    """Before anything else of a run: a model that Unsloth loaded plain is stopped."""
+    pytest.importorskip("trl")
+    from tests.integration import trl_runs
+
+    trainer = trl_runs.sft(tmp_path, extended=False)
+    assert not is_unsloth(trainer.model)
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    trainer.model.max_seq_length = TARGET
+    assert is_unsloth(trainer.model)
+    with pytest.raises(PoSEError, match="Unsloth loaded a base that was not extended"):
+        trainer.train()
+
+
+# -- its own -------------------------------------------------------------------------------------------------------
+
+
+def source(part: str) -> str:
+    spec = importlib.util.find_spec("unsloth")
+    if spec is None:
+        pytest.skip("Unsloth's source is not installed: pip install --no-deps unsloth")
+    return (Path(spec.submodule_search_locations[0]) / part).read_text(encoding="utf-8")
+
+
+def functions(part: str, *names: str, **given) -> dict:
+    """Functions and classes out of a file, run without the imports that need a GPU."""
+    tree = ast.parse(source(part))
+    wanted = [node for node in tree.body if getattr(node, "name", None) in names]
+    assert len(wanted) == len(names), f"{part} no longer has all of {names}"
+    scope = {"torch": torch, **given}
+    exec(compile(ast.Module(wanted, type_ignores=[]), part, "exec"), scope)
+    return scope
+
+
+def loader_lines() -> str:
+    """The lines of its loader that decide about rope scaling."""
+    text = source("models/llama.py")
+    begin = text.index("elif not caller_rope_scaling and max_seq_length > model_max_seq_length:")
+    return text[begin : begin + 2500]
+
+
+def theta(config, default=10000.0):
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", default)
+
+
+def test_its_own_scaling_begins_where_ours_ends():
+    """Only rows longer than the config's maximum get its linear scaling, and then it replaces what is there."""
+    assert 'kwargs["rope_scaling"] = linear_scaling' in loader_lines()
+    scope = functions("models/llama.py", "_rope_scaling_as_dict", "_extended_rope_scaling", _get_rope_theta=theta)
+    config = extend_context(make_llama().config, TARGET, "yarn")
+    scaling, before = scope["_extended_rope_scaling"](config, 2.0)
+    assert before == "yarn" and scaling["type"] == "linear", "yarn would be gone"
+    # What it reads as the model's maximum is ours.
+    assert "model_max_seq_length = model_config.max_position_embeddings" in source("models/llama.py")
+
+
+@pytest.mark.parametrize("rope", ["linear", "yarn", "llama3", "ntk"])
+def test_its_rotary_module_takes_our_frequencies(rope):
+    """From the same config, its own computation gives the frequencies that ours plans."""
+    scope = functions(
+        "models/llama.py",
+        "_rope_scaling_as_dict",
+        "_compute_config_rope_inv_freq",
+        "_vanilla_inv_freq_from_config",
+        _get_rope_theta=theta,
+        contextlib=__import__("contextlib"),
+        logger=SimpleNamespace(warning_once=pytest.fail),
+    )
+    config = extend_context(make_llama().config, TARGET, rope)
+    theirs, scaling = scope["_compute_config_rope_inv_freq"](config, config.rope_parameters)
+    ours, attention = inverse_frequencies(config.rope_parameters, 16)
+    torch.testing.assert_close(theirs.double(), torch.tensor(ours), rtol=1e-6, atol=0)
+    assert scaling == pytest.approx(attention)
+
+
+@pytest.mark.parametrize(
+    "positions, borders",
+    [
+        ([0, 1, 2, 300, 301], None),
+        ([0, 1, 300, 0, 400, 401], [0, 3, 6]),
+        ([0, 9, 10, 0, 1, 0], [0, 3, 5, 6]),
+    ],
+)
+def test_it_finds_packed_documents_at_zero(positions, borders):
+    """A jump opens no document there; a restart at 0, as every packed document of ours has it, does."""
+    scope = functions("utils/packing.py", "_varlen_from_position_ids", _seq_idx_from_cu_seqlens=lambda cu, total: cu)
+    found = scope["_varlen_from_position_ids"](torch.tensor([positions]))
+    assert (None if found is None else found.tolist()) == borders
+
+
+def test_its_table_is_as_long_as_the_maximum():
+    """Given positions, it builds max_position_embeddings rows, whatever the positions are."""
+    assert "rope_rows = max(rope_rows, self.config.max_position_embeddings)" in source("models/llama.py")
