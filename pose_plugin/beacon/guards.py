@@ -91,6 +91,24 @@ def check_checkpointing(layers: list[nn.Module]) -> None:
         return
 
 
+def check_unpacked(base: Any, what: str) -> None:
+    """bitsandbytes packs 4-bit weights on some CPUs when they first infer: then they neither dequantise nor train.
+
+    Args:
+        base: a projection of the base.
+        what: would be done with it.
+
+    Raises:
+        PoSEError: it is packed.
+    """
+    if getattr(getattr(base.weight, "quant_state", None), "packing_format_for_cpu", False):
+        raise PoSEError(
+            f"load_in_4bit: bitsandbytes has packed this base for inference on this CPU, so {what} would go wrong "
+            "silently. Load the base again and make the adapter, or train, before the first forward in eval mode; on a "
+            "GPU nothing is packed."
+        )
+
+
 def check_mask(attention_mask: Any, tokens: int, seen: int, carries: bool) -> bool:
     """Whether the input is padded on the right.
 

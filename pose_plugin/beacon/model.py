@@ -167,6 +167,12 @@ class BeaconModel(Generation, Reading, BaseTuner):
         return self._rotary[0]
 
     @property
+    def probe(self) -> Any:
+        """A projection of the base, to see what state its weights are in."""
+        children = self._attentions[0].children()
+        return next(child for child in children if isinstance(child, BeaconLinear)).get_base_layer()
+
+    @property
     def attention(self) -> str:
         return str(getattr(self.model.config, "_attn_implementation", None))
 

@@ -98,8 +98,12 @@ def adapt(
     headroom: int = 1024,
     memory: int = 0,
     at_least: int = 1,
+    begun: bool = False,
 ) -> int:
     """The smallest ratio with (L − l − m)·α + l ≥ tokens + headroom.
+
+    Headroom is a promise at the beginning of a stream. A stream that has begun uses it up: where no ratio keeps it
+    free, the smallest that fits is taken.
 
     Args:
         window: the sizes.
@@ -108,17 +112,19 @@ def adapt(
         headroom: tokens that are still to be generated.
         memory: m, beacons that are there already.
         at_least: smaller ratios are passed over, so that a stream does not return to a finer one.
+        begun: whether the stream has condensed anything.
 
     Raises:
         PoSEError: no candidate is enough.
     """
     condensed, last = intervals(tokens, window.interval)
     usable = sorted(candidate for candidate in candidates if candidate >= at_least) or [max(candidates)]
-    for ratio in usable:
-        if window.capacity(ratio, memory) < tokens + headroom:
-            continue
-        if fits(window, [ratio] * (condensed + window.interleaved), last, memory):
-            return ratio
+    for free in (headroom, 0) if begun else (headroom,):
+        for ratio in usable:
+            if window.capacity(ratio, memory) < tokens + free:
+                continue
+            if fits(window, [ratio] * (condensed + window.interleaved), last, memory):
+                return ratio
     most = max(candidates)
     raise PoSEError(
         f"ratio: adapt finds no condensing ratio for {tokens} tokens + {headroom} of headroom behind {memory} beacons: "
@@ -240,8 +246,9 @@ def plan(
     if count == 0:
         chosen: list[int] = []
     elif isinstance(policy, str) and policy == ADAPT:
-        ratio = adapt(window, tokens + pending, candidates, headroom, memory, at_least) if condensed else None
-        if ratio is None:  # an interleaved text that ends in its first interval
+        if condensed:
+            ratio = adapt(window, tokens + pending, candidates, headroom, memory, at_least, begun=memory > 0)
+        else:  # an interleaved text that ends in its first interval
             ratio = max(min(candidates), at_least)
         chosen = [ratio] * count
     elif isinstance(policy, str):

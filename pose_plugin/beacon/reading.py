@@ -42,6 +42,8 @@ class Reading:
         def window(self) -> ratios.Window: ...
         @property
         def active_config(self) -> BeaconConfig: ...
+        @property
+        def probe(self) -> Any: ...
 
     # Ratios.
 
@@ -182,6 +184,7 @@ class Reading:
         guards.check_attention(self.attention, config)
         if self.training and torch.is_grad_enabled():
             guards.check_checkpointing(self._decoder_layers)
+            guards.check_unpacked(self.probe, "gradients")
         stream = self._continue(cache, given.shape[0])
         carries = cache is not None or use_cache is True
         padded = guards.check_mask(attention_mask, tokens, stream.tokens, carries)

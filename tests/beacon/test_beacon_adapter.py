@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
 from peft.utils import PeftType
 from safetensors.torch import load_file
 
-from pose_plugin.beacon import BeaconCache, BeaconConfig, BeaconEmbedding, BeaconModel, find_tuner
+from pose_plugin.beacon import BeaconCache, BeaconConfig, BeaconEmbedding, BeaconModel, beacon_gradient_norm, find_tuner
 from pose_plugin.beacon.register import NAME, peft_type, register
 from pose_plugin.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids, unlike_base
@@ -37,10 +38,10 @@ def test_peft_knows_the_method():
 
 def test_name_says_what_to_import(tmp_path, monkeypatch):
     """Where the package was not imported, PEFT's KeyError is all that a user sees."""
-    from peft import config
+    from peft import mapping
 
     make_beacon().save_pretrained(tmp_path)
-    monkeypatch.setattr(config, "PEFT_TYPE_TO_CONFIG_MAPPING", {})
+    monkeypatch.delitem(mapping.PEFT_TYPE_TO_CONFIG_MAPPING, NAME)
     with pytest.raises(KeyError, match="POSE_PLUGIN_BEACON"):
         PeftConfig.from_pretrained(tmp_path)
 
@@ -115,13 +116,17 @@ def test_save_and_load(tmp_path, changes):
     assert saved["task_type"] == "CAUSAL_LM"
     assert saved["interval"] == 8
 
+    def same(logits):
+        # Two-row matrices of a file that is mapped into memory are multiplied by another kernel than fresh ones.
+        return torch.equal(logits, expected) or ("rank" in changes and torch.allclose(logits, expected, atol=1e-5))
+
     loaded = PeftModel.from_pretrained(make_base(), adapter_dir).eval()
-    assert torch.equal(loaded(ids).logits, expected)
+    assert same(loaded(ids).logits)
     assert not any(p.requires_grad for p in loaded.parameters())
     auto = AutoPeftModelForCausalLM.from_pretrained(adapter_dir, dtype=torch.float32).eval()
-    assert torch.equal(auto(ids).logits, expected)
+    assert same(auto(ids).logits)
     lean = PeftModel.from_pretrained(make_base(), adapter_dir, low_cpu_mem_usage=True).eval()
-    assert torch.equal(lean(ids).logits, expected)
+    assert same(lean(ids).logits)
     trainable = PeftModel.from_pretrained(make_base(), adapter_dir, is_trainable=True)
     assert sum(p.requires_grad for p in trainable.parameters()) == len(tensors)
 
@@ -212,35 +217,52 @@ def test_autocast():
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_four_bit_base(tmp_path):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_four_bit_base(tmp_path, rank):
     """The base stays quantised; copies are its dequantised weights in the compute dtype."""
     bnb = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    make_base("llama", hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    unquantised = make_base("llama", hidden_size=64, intermediate_size=64)
+    unquantised.save_pretrained(tmp_path)
     quantisation = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=torch.bfloat16)
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=torch.bfloat16)
+
     ids = make_ids(26)
-    with torch.no_grad():
-        short = base(ids[:, :8]).logits
-    weight = base.model.layers[0].self_attn.k_proj.weight
-    dequantised = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-    model = get_peft_model(base, make_config()).eval()
-    projection = base.model.layers[0].self_attn.k_proj
+    model = get_peft_model(load(), make_config(rank=rank))
+    projection = model.base_model.model.model.layers[0].self_attn.k_proj
     assert isinstance(projection.base_layer, bnb.nn.Linear4bit)
-    own = projection.beacon_proj["default"].weight
-    assert own.dtype == torch.bfloat16
-    assert torch.equal(own, dequantised.to(torch.bfloat16))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
+    if not rank:
+        own = projection.beacon_proj["default"].weight
+        dequantised = bnb.functional.dequantize_4bit(
+            projection.base_layer.weight.data, projection.base_layer.weight.quant_state
+        )
+        assert torch.equal(own, dequantised.to(torch.bfloat16))
+        assert (own - unquantised.model.layers[0].self_attn.k_proj.weight).abs().max() < 0.2
+    model.train()(ids, labels=ids, ratio=4).loss.backward()
+    assert beacon_gradient_norm(model) > 0
     with torch.no_grad():
-        assert torch.equal(model(ids[:, :8]).logits, short)
-    model.train()(ids, labels=ids).loss.backward()
-    assert own.grad is not None
-    assert own.grad.abs().max() > 0
-    low = get_peft_model(model.unload(), make_config(rank=2))
-    low(ids, labels=ids).loss.backward()
-    assert {p.dtype for p in low.parameters() if p.requires_grad} == {torch.bfloat16}
+        short = load().eval()(ids[:, :8]).logits
+        assert torch.equal(model.eval()(ids[:, :8]).logits, short)
+
+
+def test_packed_four_bit_weights_are_refused():
+    """On CPUs with AVX512-BF16, a forward in eval mode packs the weights: copies would be noise, gradients zero."""
+    base = make_base()
+    model = get_peft_model(make_base(), make_config())
+    for one in (base, model.base_model.model):
+        for module in one.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+    with pytest.raises(PoSEError, match="packed this base for inference on this CPU, so copying its weights"):
+        get_peft_model(base, make_config())
+    with pytest.raises(PoSEError, match="so gradients would go wrong"):
+        model.train()(make_ids(20))
 
 
 def test_tied_embeddings_stay_tied():
@@ -314,19 +336,17 @@ def test_default_candidates_follow_the_interval():
 
 
 UNFIT = [
-    (lambda: make_base(attention="flash_attention_2"), {}, "cannot use the mask of layout v1"),
-    (make_base, {"target_modules": ["q_proj", "o_proj"]}, "beacons need keys and values of their own"),
-    (make_base, {"target_modules": ["up_proj"]}, "names no attention projection"),
+    ("flash_attention_2", {}, "'flash_attention_2' cannot use the mask of layout v1"),
+    ("flex_attention", {}, "'flex_attention' cannot use the mask of layout v1"),
+    ("sdpa", {"target_modules": ["q_proj", "o_proj"]}, "beacons need keys and values of their own"),
+    ("sdpa", {"target_modules": ["up_proj"]}, "names no attention projection"),
 ]
 
 
-@pytest.mark.parametrize(("base", "changes", "message"), UNFIT)
-def test_unfit_models(base, changes, message):
-    if "attention" in base.__code__.co_names or changes == {}:
-        model = make_base()
-        model.config._attn_implementation = "flash_attention_2"
-    else:
-        model = base()
+@pytest.mark.parametrize(("attention", "changes", "message"), UNFIT)
+def test_unfit_models(attention, changes, message):
+    model = make_base()
+    model.config._attn_implementation = attention
     with pytest.raises(PoSEError, match=message):
         get_peft_model(model, make_config(**changes))
 

@@ -57,12 +57,16 @@ def test_adapt_takes_the_smallest_that_is_enough(ratio, tokens):
 
 
 def test_adapt_goes_on_with_what_is_left():
-    """A stream that adapt began never ends where the ratio it began with fits, and it does not return to a finer one."""
+    """A stream goes on at its ratio while that fits, then at coarser ones, and does not return to a finer one."""
     assert adapt(LLAMA, 2048, memory=2048) == 2
     assert adapt(LLAMA, 2048, memory=2560) == 4
     assert adapt(LLAMA, 2048, memory=0, at_least=16) == 16
+    with pytest.raises(PoSEError, match="behind 3064 beacons"):
+        adapt(LLAMA, 2048, memory=3064)
+    # What the first call kept free is there to be used by later ones.
+    assert adapt(LLAMA, 2048, memory=3064, begun=True) == 128
     with pytest.raises(PoSEError, match="behind 3072 beacons"):
-        adapt(LLAMA, 1025, memory=3072)
+        adapt(LLAMA, 1025, memory=3072, begun=True)
 
 
 def test_fit_is_refused_where_positions_run_out():
@@ -149,14 +153,14 @@ def test_random_needs_training():
 
 @pytest.mark.parametrize("bad", [0, 1, 3, 2.0, "8", True, None])
 def test_bad_ratio(bad):
-    with pytest.raises(PoSEError, match="ratio: .* must be a whole number ≥ 2 that divides the interval of 8"):
+    with pytest.raises(PoSEError, match=r"ratio: .* must be a whole number ≥ 2 that divides the interval of 8"):
         check_ratio(bad, 8)
 
 
 def test_compression_ratio_is_the_share_removed():
     assert from_compression(0.875) == 8
     assert from_compression(0.5) == 2
-    with pytest.raises(PoSEError, match="no whole condensing ratio; the nearest is 0.8888"):
+    with pytest.raises(PoSEError, match=r"no whole condensing ratio; the nearest is 0\.8888"):
         from_compression(0.89)
     with pytest.raises(PoSEError, match="must lie between 0 and 1"):
         from_compression(8)

@@ -1,0 +1,273 @@
+"""generate(), chat turns, beams, condensed texts on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pose_plugin.beacon import BeaconCache, condensing
+from pose_plugin.errors import PoSEError
+from tests.beacon.tiny import ARCHITECTURES, make_base, make_beacon, make_ids
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@torch.no_grad()
+def restream(model, ids: torch.Tensor, count: int, **how) -> torch.Tensor:
+    """Greedy decoding that feeds every token by itself to a new cache."""
+    cache = BeaconCache()
+    for at in range(ids.shape[1]):
+        logits = model(ids[:, at : at + 1], past_key_values=cache, **how).logits
+    for _ in range(count):
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        logits = model(ids[:, -1:], past_key_values=cache, **how).logits
+    return ids
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generate_equals_restreaming(architecture, layout):
+    """A prompt of 1.5 windows; the answer passes two interval borders."""
+    model = make_beacon(architecture, layout=layout, window=32)
+    ids = make_ids(50)
+    expected = restream(model, ids, 18)
+    assert torch.equal(model.generate(ids, max_new_tokens=18, **GREEDY), expected)
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=18, use_cache=False, **GREEDY), expected)
+    chunked = model.generate(ids, max_new_tokens=18, prefill_chunk_size=13, **GREEDY)
+    assert torch.equal(chunked, expected)
+    # The prompt matters beyond the last interval.
+    other = torch.cat([make_ids(40, seed=3), ids[:, 40:]], dim=1)
+    with torch.no_grad():
+        assert (model(other).logits[:, -1] - model(ids).logits[:, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+def test_short_prompt_generates_like_the_base(layout):
+    ids = make_ids(5)
+    base = make_base().generate(ids, max_new_tokens=3, **GREEDY)
+    model = make_beacon(layout=layout)
+    if layout == "v1":
+        assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
+    with model.disable_adapter():
+        assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
+        with pytest.raises(PoSEError, match="while the adapter is disabled"):
+            model.generate(ids, cache=BeaconCache(), max_new_tokens=3)
+
+
+def test_model_is_left_as_it_was():
+    model = make_beacon()
+    inner = model.base_model.model
+    model.generate(make_ids(20), max_new_tokens=2, **GREEDY)
+    assert "forward" not in inner.__dict__
+    with pytest.raises(PoSEError):
+        model.generate(make_ids(20), max_new_tokens=2, ratio=3, **GREEDY)
+    assert "forward" not in inner.__dict__
+    assert model.base_model._base_forward is None
+
+
+def test_chat_turns_continue_the_cache():
+    """By Hugging Face's convention: the whole conversation and the cache of what was read of it."""
+    model = make_beacon()
+    cache = BeaconCache()
+    first = model.generate(make_ids(30), past_key_values=cache, max_new_tokens=7, **GREEDY)
+    assert cache.get_seq_length() == 36  # the last token was never read
+    second = torch.cat([first, make_ids(12, seed=4)], dim=1)
+    answer = model.generate(second, past_key_values=cache, max_new_tokens=9, **GREEDY)
+    assert torch.equal(answer, model.generate(second, max_new_tokens=9, **GREEDY))
+    assert cache.get_seq_length() == 30 + 7 + 12 + 8
+    with pytest.raises(PoSEError, match="57 tokens are in the cache and inputs has 49, so nothing is new"):
+        model.generate(second, past_key_values=cache, max_new_tokens=2)
+
+
+def test_condense_once_ask_often(tmp_path):
+    """Questions leave the context as it was; on disk and back it is the same."""
+    model = make_beacon()
+    document, questions = make_ids(45), [make_ids(6, seed=s) for s in (5, 6)]
+    context = model.condense(document)
+    assert (context.tokens, context.len_memory, context.pending) == (45, 10, 5)
+    path = tmp_path / "document.safetensors"
+    context.save(path)
+    loaded = BeaconCache.load(path)
+    assert repr(loaded) == repr(context)
+    for question in questions:
+        whole = torch.cat([document, question], dim=1)
+        expected = model.generate(whole, max_new_tokens=10, **GREEDY)[:, 45:]
+        for given in (context, loaded):
+            assert torch.equal(model.generate(question, cache=given, max_new_tokens=10, **GREEDY), expected)
+            masked = {"attention_mask": torch.ones_like(question)}
+            assert torch.equal(model.generate(question, cache=given, max_new_tokens=10, **masked, **GREEDY), expected)
+    assert (context.tokens, loaded.tokens) == (45, 45)
+    longer = model.condense(questions[0][0], cache=context)
+    assert (longer.tokens, context.tokens) == (51, 45)
+
+
+def test_saved_interleaved_context(tmp_path):
+    model = make_beacon(layout="v2")
+    context = model.condense(make_ids(45), ratio=2)
+    context.save(tmp_path / "c.safetensors")
+    loaded = BeaconCache.load(tmp_path / "c.safetensors")
+    question = make_ids(9, seed=5)
+    answers = [model.generate(question, cache=c, max_new_tokens=8, **GREEDY) for c in (context, loaded)]
+    assert torch.equal(*answers)
+    assert loaded.open_ratio == 2
+
+
+def test_files_that_are_no_context(tmp_path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(PoSEError, match="it is empty; condense a text first"):
+        BeaconCache().save(tmp_path / "c")
+    with pytest.raises(PoSEError, match="cannot be read"):
+        BeaconCache.load(tmp_path / "nothing")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(PoSEError, match="cannot be read"):
+        BeaconCache.load(tmp_path / "text")
+    save_file({"a": torch.zeros(1)}, str(tmp_path / "other"))
+    with pytest.raises(PoSEError, match="holds format None"):
+        BeaconCache.load(tmp_path / "other")
+
+
+def test_context_of_another_model():
+    context = make_beacon(interval=4).condense(make_ids(20))
+    with pytest.raises(PoSEError, match="cache: made with interval=4, but this model reads with interval=8"):
+        make_beacon().generate(make_ids(3), cache=context, max_new_tokens=2)
+
+
+def test_beam_search():
+    """Beams reorder memory and open interval alike: the same as beams without any cache."""
+    model = make_beacon()
+    ids = make_ids(38)
+    how = {"num_beams": 3, "max_new_tokens": 12, "early_stopping": False, **GREEDY}
+    expected = model.generate(ids, use_cache=False, **how)
+    assert torch.equal(model.generate(ids, **how), expected)
+    context = model.condense(ids[:, :30])
+    assert torch.equal(model.generate(ids[:, 30:], cache=context, **how), expected[:, 30:])
+    assert context.batch_size == 1
+    greedy = model.generate(ids, max_new_tokens=12, **GREEDY)
+    assert not torch.equal(greedy, expected)  # the beams went another way, so reordering was used
+
+
+def test_reorder_and_select():
+    model = make_beacon()
+    ids = make_ids(20, rows=3)
+    cache = model.condense(ids)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    with torch.no_grad():
+        found = model(make_ids(5, rows=1, seed=9).expand(3, -1), past_key_values=cache).logits
+        alone = model(make_ids(5, seed=9), past_key_values=model.condense(ids[2:])).logits
+    assert (found[0] - alone[0]).abs().max() <= 1e-5
+    assert (found[1] - found[2]).abs().max() <= 1e-5
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+def test_batch_of_equal_layout():
+    model = make_beacon()
+    ids = make_ids(30, rows=3)
+    together = model.generate(ids, max_new_tokens=12, **GREEDY)
+    for row in range(3):
+        assert torch.equal(model.generate(ids[row : row + 1], max_new_tokens=12, **GREEDY)[0], together[row])
+    context = model.condense(ids[:1])
+    several = model.generate(make_ids(4, rows=2, seed=2), cache=context, max_new_tokens=5, **GREEDY)
+    assert torch.equal(
+        several[1:], model.generate(make_ids(4, rows=2, seed=2)[1:], cache=context, max_new_tokens=5, **GREEDY)
+    )
+    with pytest.raises(PoSEError, match="it holds 3 rows, the input 2"):
+        model.generate(make_ids(4, rows=2), cache=model.condense(ids), max_new_tokens=2, **GREEDY)
+
+
+def test_padded_prompts_are_refused():
+    model = make_beacon()
+    ids = make_ids(20, rows=2)
+    for mask in ([[0] * 5 + [1] * 15], [[1] * 15 + [0] * 5]):
+        attention = torch.tensor([[1] * 20, *mask])
+        with pytest.raises(PoSEError, match="Read rows of equal length together"):
+            model.generate(ids, attention_mask=attention, max_new_tokens=2, **GREEDY)
+
+
+@torch.no_grad()
+def test_a_fresh_dynamic_cache_is_empty():
+    """It is true while empty: taken for a cache with a prompt, the prompt would be dropped."""
+    model = make_beacon()
+    ids = make_ids(30)
+    fresh = DynamicCache()
+    assert bool(fresh) or len(fresh) == 0
+    output = model(ids, past_key_values=fresh, use_cache=True)
+    assert torch.equal(output.logits, model(ids).logits)
+    stream = next(value for value in output.values() if isinstance(value, BeaconCache))
+    assert stream.tokens == 30
+    used = DynamicCache()
+    make_base()(ids[:, :4], past_key_values=used, use_cache=True)
+    with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens cannot be continued"):
+        model(ids[:, 4:], past_key_values=used)
+    assert bool(BeaconCache())  # so that `cache or new` keeps it
+    assert model(ids, past_key_values=(own := BeaconCache())) is not None
+    assert own.tokens == 30
+
+
+def test_condensing():
+    model = make_beacon(ratio=2)
+    ids = make_ids(30)
+    eighth = model.condense(ids, ratio=8)
+    with condensing(model, ratio=8):
+        assert model.condense(ids).ratios == eighth.ratios == [8, 8, 8]
+        assert torch.equal(model.generate(ids, max_new_tokens=12, **GREEDY), restream(model, ids, 12))
+        with condensing(model, compression_ratio=0.75):
+            assert model.condense(ids).ratios == [4, 4, 4]
+        assert model.condense(ids).ratios == [8, 8, 8]
+    assert model.condense(ids).ratios == [2, 2, 2]
+    with pytest.raises(RuntimeError), condensing(model, ratio="adapt"):
+        raise RuntimeError
+    assert model.base_model._ratio_override is None
+    for wrong, message in (
+        ({}, "give either ratio"),
+        ({"ratio": 8, "compression_ratio": 0.5}, "give either ratio"),
+        ({"ratio": 3}, "must be a whole number"),
+    ):
+        with pytest.raises(PoSEError, match=message), condensing(model, **wrong):
+            pass
+    with pytest.raises(PoSEError, match="LlamaForCausalLM has no Beacon adapter"), condensing(make_base(), ratio=8):
+        pass
+
+
+def test_ratios_by_interval_in_generate():
+    model = make_beacon()
+    cache = BeaconCache()
+    model.generate(make_ids(30), ratios=[2, 8, 4], past_key_values=cache, max_new_tokens=12, **GREEDY)
+    assert cache.ratios == [2, 8, 4, 4, 4]
+    with pytest.raises(PoSEError, match="use_cache=False reads the whole text again"):
+        model.generate(make_ids(30), ratios=[2, 8, 4], use_cache=False, max_new_tokens=2)
+
+
+def test_adapt_leaves_room_for_the_answer():
+    """72 tokens fit at ratio 4; with 60 more to come the prompt is condensed by 8 from its start."""
+    model = make_beacon(window=24, ratio="adapt")
+    for new, ratio in ((4, 4), (60, 8)):
+        cache = BeaconCache()
+        model.generate(make_ids(60), past_key_values=cache, max_new_tokens=new, **GREEDY)
+        assert set(cache.ratios) == {ratio}
+
+
+@torch.no_grad()
+def test_taking_tokens_back():
+    """crop reaches back through the open interval, which is what assisted decoding needs, and no farther."""
+    for layout in ("v1", "v2"):
+        model = make_beacon(layout=layout)
+        ids = make_ids(30)
+        cache = model.condense(ids)
+        cache.crop(-4)
+        assert (cache.tokens, cache.pending) == (26, 2)
+        again = model(ids[:, 26:], past_key_values=cache).logits
+        assert (again - model(ids).logits[:, 26:]).abs().max() <= 1e-4
+        with pytest.raises(PoSEError, match="7 tokens cannot be taken back, only the 6"):
+            cache.crop(-7)
+
+
+def test_reset_and_size():
+    model = make_beacon()
+    cache = model.condense(make_ids(45))
+    # two layers, keys and values, two heads of 8 in fp32
+    assert cache.nbytes() == (10 + 5) * 2 * 2 * 2 * 8 * 4
+    cache.reset()
+    assert (cache.tokens, cache.len_memory, len(cache), cache.batch_size) == (0, 0, 0, -1)
+    assert cache.nbytes() == 0

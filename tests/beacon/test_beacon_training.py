@@ -1,0 +1,315 @@
+"""Losses, gradients, checkpointing and what a batch may be."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pose_plugin.beacon import (
+    BeaconCache,
+    beacon_gradient_norm,
+    check_beacon_gradients,
+    find_tuner,
+    set_ratio_step,
+)
+from pose_plugin.errors import PoSEError
+from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+def test_loss_is_the_token_mean_over_all_intervals():
+    """Each token but the first is predicted, those that open an interval by the last token of the one before."""
+    ids = make_ids(26, rows=2)
+    labels = ids.clone()
+    labels[0, 5:12] = -100
+    model = make_beacon().train()
+    output = model(ids, labels=labels, ratio=4)
+    logits = output.logits[:, :-1].reshape(-1, 64)
+    expected = nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1))
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    border = torch.full_like(ids, -100)
+    border[:, 8] = ids[:, 8]  # the first token of the second interval, and nothing else
+    assert model(ids, labels=border, ratio=4).loss.item() == pytest.approx(
+        nn.functional.cross_entropy(output.logits[:, 7], ids[:, 8]).item(), rel=1e-5
+    )
+
+
+def test_loss_over_the_items_of_the_step():
+    ids = make_ids(20)
+    model = make_beacon().train()
+    mean = model(ids, labels=ids, ratio=4).loss
+    summed = model(ids, labels=ids, ratio=4, num_items_in_batch=torch.tensor(38)).loss
+    assert summed.item() == pytest.approx(mean.item() / 2, rel=1e-6)
+    shifted = torch.cat([ids[:, 1:], torch.tensor([[-100]])], dim=1)
+    assert model(ids, shift_labels=shifted, ratio=4).loss.item() == pytest.approx(mean.item(), rel=1e-6)
+    kept = model(ids, labels=ids, ratio=4, logits_to_keep=3)
+    assert kept.logits.shape == (1, 3, 64)
+    assert kept.loss.item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+def test_gradients_reach_every_beacon_parameter_and_nothing_else():
+    """Of the last layer, only keys and values are read by what follows: its q and o get exactly zero."""
+    model = make_beacon().train()
+    ids = make_ids(30)
+    model(ids, labels=ids, ratio=4).loss.backward()
+    found = gradients(model)
+    assert len(found) == 9
+    zero = {name for name, gradient in found.items() if not gradient.any()}
+    last = "base_model.model.model.layers.1.self_attn."
+    assert zero == {f"{last}{name}_proj.beacon_proj.default.weight" for name in "qo"}
+    assert all(p.grad is None for name, p in model.named_parameters() if "beacon_" not in name)
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj", "q_proj"])
+def test_gradient_is_the_slope(projection):
+    """Finite differences through the whole stream, memory and moved keys included."""
+    model = make_beacon(attention="eager").train()
+    ids = make_ids(26)
+    model(ids, labels=ids, ratio=4).loss.backward()
+    attention = model.base_model.model.model.layers[0].self_attn
+    parameter = getattr(attention, projection).beacon_proj["default"].weight
+    at = divmod(int(parameter.grad.abs().argmax()), 32)
+    with torch.no_grad():
+        values = []
+        for step in (0.01, -0.02):
+            parameter[at] += step
+            values.append(model(ids, labels=ids, ratio=4).loss.item())
+    assert (values[0] - values[1]) / 0.02 == pytest.approx(parameter.grad[at].item(), rel=0.02)
+
+
+def test_memory_without_gradient():
+    """Only the last interval's loss: with n = 1 it reaches the beacons of the interval before, not older ones."""
+    ids = make_ids(32)
+    labels = torch.full_like(ids, -100)
+    labels[:, 25:] = ids[:, 25:]
+    losses, norms = [], []
+    for reach in (None, 3, 1):
+        model = make_beacon(gradient_intervals=reach).train()
+        loss = model(ids, labels=labels, ratio=4).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(beacon_gradient_norm(model))
+    assert losses[0] == losses[1] == losses[2]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[2] != pytest.approx(norms[0], rel=1e-3)
+    assert norms[2] > 0
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("changes", [{}, {"layout": "v2"}, {"rank": 2}], ids=str)
+def test_checkpointing_changes_nothing(attention, changes):
+    """Loss and every gradient, bit for bit."""
+    ids = make_ids(30, rows=2)
+    results = []
+    for enabled in (False, True):
+        model = make_beacon(attention=attention, **changes).train()
+        calls: list[int] = []
+
+        def counted(function, *args, use_reentrant, calls=calls):
+            calls.append(1)
+            return checkpoint(function, *args, use_reentrant=use_reentrant)
+
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in model.base_model.model.model.layers:
+                layer._gradient_checkpointing_func = functools.partial(counted, use_reentrant=False)
+        loss = model(ids, labels=ids, ratio=4).loss
+        loss.backward()
+        results.append((loss, gradients(model)))
+        assert len(calls) == (8 if enabled else 0)  # four intervals of two layers were really checkpointed
+    (plain, expected), (checkpointed, found) = results
+    assert torch.equal(plain, checkpointed)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(gradient, found[name]), name
+
+
+def test_reentrant_checkpointing_is_refused():
+    ids = make_ids(30)
+    model = make_beacon().train()
+    for kwargs in ({"use_reentrant": True}, {}):
+        for layer in model.base_model.model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, **kwargs)
+        with pytest.raises(PoSEError, match="use_reentrant=True gives every beacon parameter a zero gradient"):
+            model(ids, labels=ids)
+    model.eval()(ids)  # nothing to refuse there
+
+
+def test_reentrant_is_why():
+    """What is refused: the loss is the same, every gradient of a beacon projection is lost."""
+    ids = make_ids(30)
+    model = make_beacon().train()
+    expected = model(ids, labels=ids, ratio=4).loss.item()
+    for layer in model.base_model.model.model.layers:
+        layer.gradient_checkpointing = True
+        # A function of a framework's own, so that the check at the start cannot see it.
+        layer._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=True)
+    model.enable_input_require_grads()
+    set_ratio_step(model, 1)
+    loss = model(ids, labels=ids, ratio=4).loss
+    assert loss.item() == expected
+    loss.backward()
+    assert not any(g.any() for name, g in gradients(model).items() if "beacon_proj" in name)
+
+
+def test_first_step_check():
+    ids = make_ids(30)
+    model = make_beacon().train()
+    set_ratio_step(model, 0)
+    model(ids[:, :8], labels=ids[:, :8]).loss.backward()
+    assert check_beacon_gradients(model) is None  # nothing was condensed, so nothing can be said
+    model(ids, labels=ids).loss.backward()
+    norm = check_beacon_gradients(model)
+    assert norm == pytest.approx(beacon_gradient_norm(model))
+    assert norm > 0
+    assert check_beacon_gradients(model, gradient=lambda p: torch.ones_like(p)) == pytest.approx(
+        math.sqrt(sum(p.numel() for p in model.parameters() if p.requires_grad))
+    )
+    model.zero_grad()
+    with pytest.raises(PoSEError, match=r"gradient norm is 0.0 after a step that condensed 3 intervals"):
+        check_beacon_gradients(model)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rank": 2}, {"layout": "v2"}], ids=str)
+def test_texts_within_one_interval_touch_every_parameter(changes):
+    """DDP waits for a gradient of each; they are zero."""
+    ids = make_ids(1 if changes.get("layout") else 8)
+    model = make_beacon(**changes).train()
+    loss = model(ids, labels=ids).loss if ids.shape[1] > 1 else model(ids, shift_labels=ids).loss
+    loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained
+    assert all(p.grad is not None and not p.grad.any() for p in trained)
+    with torch.no_grad():
+        base = make_base()(ids).logits
+    assert loss.item() == pytest.approx(
+        nn.functional.cross_entropy(base[0, :-1], ids[0, 1:]).item()
+        if ids.shape[1] > 1
+        else nn.functional.cross_entropy(base[0], ids[0]).item(),
+        rel=1e-5,
+    )
+
+
+def ratios_of(model, tokens: int) -> list[int]:
+    cache = BeaconCache()
+    model(make_ids(tokens), past_key_values=cache)
+    return cache.ratios
+
+
+def test_training_ratios_follow_step_and_sample():
+    """Two ranks draw alike, a resumed run goes on as the first would have, and evaluation draws nothing."""
+    model, rank1 = make_beacon().train(), make_beacon().train()
+    state = torch.random.get_rng_state()
+    drawn = []
+    for step in range(6):
+        set_ratio_step(model, step)
+        set_ratio_step(rank1, step)
+        drawn.append([ratios_of(model, 60), ratios_of(model, 60)])
+        assert drawn[-1] == [ratios_of(rank1, 60), ratios_of(rank1, 60)]
+    assert len({tuple(sample) for step in drawn for sample in step}) >= 10
+    assert {ratio for step in drawn for sample in step for ratio in sample} == {2, 4, 8}
+    resumed = make_beacon().train()
+    set_ratio_step(resumed, 4)
+    assert [ratios_of(resumed, 60), ratios_of(resumed, 60)] == drawn[4]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    resumed.eval()
+    assert ratios_of(resumed, 60) == [4] * 7
+    # A loop that never tells its step still draws anew each time.
+    own = make_beacon().train()
+    assert len({tuple(ratios_of(own, 60)) for _ in range(6)}) > 3
+    other = make_beacon(seed=1).train()
+    set_ratio_step(other, 0)
+    assert [ratios_of(other, 60), ratios_of(other, 60)] != drawn[0]
+
+
+def test_training_policies():
+    assert len(set(ratios_of(make_beacon(train_ratio="instance").train(), 60))) == 1
+    assert ratios_of(make_beacon(train_ratio=2).train(), 60) == [2] * 7
+    with pytest.raises(PoSEError, match="training text too long: 20 intervals"):
+        ratios_of(make_beacon(window=24).train(), 161)
+
+
+def test_padding_on_the_right():
+    """A collator's batch: each row's loss is what it is alone; no cache comes of it."""
+    ids = make_ids(22, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    model = make_beacon().train()
+    both = model(ids, attention_mask=mask, labels=labels, ratio=4)
+    alone = [model(ids[:1], labels=ids[:1], ratio=4).loss, model(ids[1:, :13], labels=ids[1:, :13], ratio=4).loss]
+    expected = (alone[0] * 21 + alone[1] * 12) / 33
+    assert both.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    evaluated = model.eval()(ids, attention_mask=mask, labels=labels)
+    assert evaluated.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert all(value is None for key, value in evaluated.items() if "cache" in key or "past" in key)
+
+
+REFUSED = [
+    ({"attention_mask": torch.tensor([[0, 0] + [1] * 18])}, "padding before or between the tokens"),
+    ({"attention_mask": torch.tensor([[1] * 9 + [0] + [1] * 10])}, "padding before or between the tokens"),
+    ({"attention_mask": torch.tensor([[1] * 18 + [0] * 2]), "use_cache": True}, "padding on the right, and the cache"),
+    ({"attention_mask": torch.ones(1, 1, 20, 20)}, r"takes \(batch, tokens\) with ones for tokens, not .*packing"),
+    ({"attention_mask": torch.ones(1, 7)}, "width 7 fits neither the 20 new tokens"),
+    ({"position_ids": torch.tensor([[*range(11), *range(9)]])}, r"do not count 0…19.*packing"),
+    ({"position_ids": torch.arange(20)[None] + 100}, "PoSE's skipped positions"),
+    ({"position_ids": torch.arange(20).expand(3, 1, 20)}, "do not count 0…19"),
+    ({"seq_idx": torch.zeros(1, 20)}, r"seq_idx: Beacon cannot cut this input of shape \(1, 20\)"),
+    ({"output_attentions": True}, "output_attentions: the intervals have attentions of different sizes"),
+    ({"inputs_embeds": torch.zeros(1, 20, 32)}, "give either input_ids or inputs_embeds"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused_inputs(changes, message):
+    with pytest.raises(PoSEError, match=message):
+        make_beacon()(make_ids(20), **changes)
+
+
+def test_refused_sizes():
+    model = make_beacon()
+    with pytest.raises(PoSEError, match=r"shape \(1, 0\) holds no token"):
+        model(make_ids(0))
+    with pytest.raises(PoSEError, match="input_ids: give either"):
+        model()
+
+
+def test_harmless_masks_and_positions_pass():
+    model = make_beacon()
+    ids = make_ids(20)
+    with torch.no_grad():
+        expected = model(ids).logits
+        given = {"attention_mask": torch.ones(1, 20), "position_ids": torch.arange(20)[None]}
+        assert torch.equal(model(ids, **given).logits, expected)
+
+
+def test_a_step_lowers_the_loss():
+    """The whole loop: forward, backward, optimizer; the base does not move."""
+    torch.manual_seed(0)
+    model = get_peft_model(make_base(), make_config()).train()
+    ids = make_ids(60, rows=2)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for step in range(12):
+        set_ratio_step(model, step)
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids, ratio=4).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    for name, p in model.named_parameters():
+        if name in frozen:
+            assert torch.equal(p, frozen[name])
+    assert find_tuner(model).router.given is None
