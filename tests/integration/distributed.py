@@ -14,6 +14,19 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "example_configs"
 
 
+# Axolotl's own keys; it reads no accelerate file.
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "FULL_STATE_DICT",
+        "reshard_after_forward": True,
+    },
+}
+
+
 class Case(NamedTuple):
     framework: str
     strategy: str
@@ -26,21 +39,40 @@ class Case(NamedTuple):
 CASES = [
     Case(framework, strategy, adapter)
     for framework, strategies in {
-        "trl": ("ddp", "zero2", "zero3"),
-        "axolotl": ("ddp", "zero2", "zero3"),
+        "trl": ("ddp", "zero2", "zero3", "fsdp2"),
+        "axolotl": ("ddp", "zero2", "zero3", "fsdp2"),
         "loop": ("fsdp2",),
     }.items()
     for strategy in strategies
-    for adapter in (("full", "lora", "qlora") if framework == "axolotl" else ("full", "lora"))
+    for adapter in ("full", "lora", "qlora")
+    # FSDP2 and 4-bit weights: Axolotl's way there wants a GPU.
+    if adapter != "qlora" or (framework == "axolotl" and strategy != "fsdp2")
 ]
+
+
+def twin(case: Case) -> Case:
+    """The same run in one process."""
+    return Case(case.framework, "single", "lora_only" if case == NO_MODULES else case.adapter)
+
+
+# Axolotl cannot save modules_to_save under FSDP2: KeyError, once the training is done.
+NO_MODULES = Case("axolotl", "fsdp2", "lora")
+
+
+def whole_modules(case: Case) -> list[str]:
+    """What is trained in full beside an adapter."""
+    if case == NO_MODULES or case.adapter in ("full", "lora_only"):
+        return []
+    return ["norm"] if case.adapter == "qlora" else ["norm", "embed_tokens"]
 
 
 def environment(case: Case) -> dict[str, str]:
     """The variables that `accelerate launch --config_file` sets for a strategy's example, on two CPU processes."""
     if case.framework == "loop":
         return {}
+    device = {"fsdp2": {"ACCELERATE_TORCH_DEVICE": "cpu"}, "ddp": {"ACCELERATE_USE_CPU": "true"}}.get(case.strategy, {})
     if case.framework == "axolotl":  # torchrun's own are enough
-        return {} if case.strategy.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
+        return device
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -48,10 +80,10 @@ def environment(case: Case) -> dict[str, str]:
     # No bf16, so that losses can be compared; port 0 is any.
     line += ["--mixed_precision", "no", "--main_process_port", "0", "script.py"]
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(line))
-    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config or ())
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
     names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_"))]
-    return {name: found[name] for name in names} | ({} if args.use_deepspeed else {"ACCELERATE_USE_CPU": "true"})
+    return {name: found[name] for name in names} | device
 
 
 def import_frameworks() -> None:
@@ -78,26 +110,32 @@ def on_cpu(strategy: str) -> None:
     - The examples name the DeepSpeed file relative to the root of the repository.
     - DeepSpeed compiles a shared-memory kernel for all-reduce on CPU, a minute with g++; gloo does without.
     - ZeRO-2 gathers into tensors that require a gradient, which gloo refuses.
-    - Without `use_cpu` (Axolotl has no such key) accelerate finds no backend, and would run each rank alone.
+    - Without `use_cpu` (Axolotl has no such key) accelerate finds no backend, and would run each rank alone. With it,
+      accelerate would run DDP in place of FSDP. So it is told of a GPU, whose name is "cpu" and backend gloo.
     """
     import torch
 
     os.chdir(ROOT)
     # A resumed DDP run loads its optimizer to "cpu:0", a name that torch does not know.
     torch.serialization.register_package(30, lambda _: None, lambda data, at: data if at.startswith("cpu") else None)
-    if not strategy.startswith("zero"):
+    if strategy in ("ddp", "single"):
         return
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
     from accelerate import PartialState
+    from accelerate.utils import DistributedType
 
     prepare = PartialState._prepare_backend
 
     def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         backend, kind = prepare(state, *args, **kwargs)
-        return backend or "gloo", kind
+        return backend or "gloo", DistributedType.MULTI_GPU if strategy == "fsdp2" else kind
 
     PartialState._prepare_backend = prepare_backend
+    if strategy == "fsdp2":
+        torch.cuda.set_device = lambda device: None  # Axolotl
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
 
@@ -198,6 +236,7 @@ def trl(
         "save_steps": 2,
         "max_steps": 4,
         "num_train_epochs": 1,
+        "use_cpu": case.strategy != "fsdp2",
         **config,
     }
     trainer = trl_runs.sft(folder, peft=lora() if case.adapter == "lora" else None, **values)
@@ -220,15 +259,15 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
     # Rows of one length: Axolotl takes the mean of the ranks' losses, not of all tokens.
     if not (folder / "rows.jsonl").exists():
         axolotl_runs.make_rows(folder / "rows.jsonl", low=40, high=41)
+    lora = {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": whole_modules(case) or None}
     adapters = {
         "full": {},
-        "lora": {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": ["norm", "embed_tokens"]},
+        "lora": lora,
+        "lora_only": lora,
         "qlora": {
-            **axolotl_runs.LORA,
+            **lora,
             "adapter": "qlora",
             "load_in_4bit": True,
-            "lora_dropout": 0.0,
-            "lora_modules_to_save": ["norm"],
             # ZeRO-3 gathers weights of one type only: 4-bit weights are kept as the others are.
             "bnb_config_kwargs": {"bnb_4bit_quant_storage": "float32"},
         },
@@ -245,6 +284,7 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
         resume_from_checkpoint=resume,
         deepspeed=str(CONFIGS / "deepspeed" / f"{case.strategy}.json") if case.strategy.startswith("zero") else None,
         **adapters[case.adapter],
+        **(FSDP2 if case.strategy == "fsdp2" else {}),
         **config,
     )
     found: dict[str, Any] = {}

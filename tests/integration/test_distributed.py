@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ pytest.importorskip("peft")
 
 from tests.forked import CaseError, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
-from tests.integration.distributed import CASES, Case
+from tests.integration.distributed import CASES, Case, twin, whole_modules
 
 # Kind of run and ZeRO stage, as accelerate names them.
-KINDS = {"ddp": ("MULTI_CPU", None), "zero2": ("DEEPSPEED", 2), "zero3": ("DEEPSPEED", 3)}
+KINDS = {
+    "ddp": ("MULTI_CPU", None),
+    "zero2": ("DEEPSPEED", 2),
+    "zero3": ("DEEPSPEED", 3),
+    "fsdp2": ("FSDP", None),
+}
 
 
 def needs(case):
@@ -68,12 +74,13 @@ def test_the_run_is_what_it_claims_to_be(run, case):
         if case.framework != "loop":
             assert (rank.value["kind"], rank.value["stage"]) == KINDS[case.strategy]
             # zero3_init_flag: no rank ever held the whole model.
+            # 4-bit weights are made from whole ones.
             at_birth = case.strategy == "zero3" and case.adapter != "qlora"
             assert rank.value["divided_at_birth"] is at_birth
 
 
 def test_losses_are_those_of_one_process(run, case):
-    alone = run(Case(case.framework, "single", case.adapter))[1][0].value
+    alone = run(twin(case))[1][0].value
     assert len(alone["losses"]) == 4 and len(set(alone["losses"])) == 4
     for rank in run(case)[1]:
         assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
@@ -84,7 +91,7 @@ def test_losses_are_those_of_one_process(run, case):
 
 
 def test_frequencies_are_exact_and_alike(run, case):
-    alone = run(Case(case.framework, "single", case.adapter))[1][0].value["frequencies"]
+    alone = run(twin(case))[1][0].value["frequencies"]
     assert {dtype for dtype, _ in alone.values()} == {"torch.float32"}
     for rank in run(case)[1]:
         assert rank.value["frequencies"] == alone
@@ -108,11 +115,10 @@ def test_what_is_saved_reloads_to_what_was_trained(run, case):
         assert tensors and all(tensors.values()), "an empty tensor was saved"
         names = " ".join(tensors)
         if case.adapter != "full":
-            assert "lora_B" in names and "norm" in names
-            assert ("embed_tokens" in names) is (case.adapter == "lora")
+            assert all(part in names for part in ["lora_B", *whole_modules(case)])
     if case.adapter == "qlora":
         # Its logits depend on how the base is loaded; its own numbers do not.
-        alone = run(Case(case.framework, "single", case.adapter))[0]
+        alone = run(twin(case))[0]
         expected, got = (forked(distributed.saved_values, place / "out").value for place in (alone, folder))
         assert expected.keys() == got.keys()
         for name, values in expected.items():
@@ -193,6 +199,10 @@ def in_bf16(folder, case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.framework != "loop"], ids=str)
 def test_a_resumed_run_goes_on_where_it_stopped(run, case):
     needs(case)
+    if case.strategy == "fsdp2" and case.adapter != "full":
+        version = tuple(map(int, metadata.version("accelerate").split(".")[:2]))
+        if version < (1, 15):
+            pytest.skip("accelerate before 1.15 cannot load an adapter's checkpoint under FSDP2: KeyError, or wrong")
     folder, straight = run(case)
     for rank, resumed in enumerate(good_ranks(resume, folder, case, **distributed.environment(case))):
         for name in ("losses", "eval_losses"):
