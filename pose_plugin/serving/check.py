@@ -40,10 +40,15 @@ class CheckReport:
     Attributes:
         folder: what was reloaded.
         findings: (what, verdict, sentence).
+        numbers: `logits` and, with the base's frequencies in place of the extension's, `plain`, see `logit_distance`;
+            `frequencies`, the largest relative difference. As far as they were measured.
+        transformers: version that reloaded it.
     """
 
     folder: str
     findings: list[tuple[str, Verdict, str]] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    transformers: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -106,6 +111,7 @@ def check_folder(
     _forms_agree(report, path / "config.json")
     where = base_of(path, base) if adapter else None
     answer = _reload(path, where, record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
+    report.transformers = answer.get("transformers")
     report.add("reload", "error" not in answer, _reloaded(answer, path, where))
     _maximum(report, answer, int(record["target_length"]))
     _tokenizer(report, answer, int(record["target_length"]))
@@ -290,6 +296,7 @@ def _frequencies(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[
             report.add("frequencies", False, f"{name}: cos and sin × {got['scale']:g}, trained was {want['scale']:g}")
             return
         worst, count = max(worst, float(apart.max())), count + b.size
+    report.numbers["frequencies"] = worst
     report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
 
 
@@ -297,6 +304,7 @@ def _logits(
     report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], adapter: bool, dtype: str | None
 ) -> None:
     distance = logit_distance(answer["logits"], probe["logits"])
+    report.numbers["logits"] = distance
     allowed, why = tolerance(probe, adapter, dtype)
     good = distance <= allowed
     sentence = (
@@ -305,6 +313,7 @@ def _logits(
     )
     plain = logit_distance(answer["plain"], probe["logits"]) if answer.get("plain") else None
     if plain is not None:
+        report.numbers["plain"] = plain
         sentence += f"; at the base's frequencies it would be {plain:.1e}"
     report.add("logits", good, sentence)
     if plain is not None and good and plain <= allowed:

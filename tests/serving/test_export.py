@@ -1,0 +1,261 @@
+"""`pose-plugin export`: the lines say what each engine would not derive by itself, and nothing is scaled twice."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pose_plugin.cli import main
+from pose_plugin.errors import PoSEError
+from pose_plugin.serving import _alone, check
+from pose_plugin.serving.engines import ENGINES, exporter
+from pose_plugin.serving.engines import sglang as sglang_engine
+from pose_plugin.serving.engines import vllm as vllm_engine
+from pose_plugin.serving.saved import read_saved
+from tests.serving import engine_rules
+from tests.serving.saved_models import ROPES, TARGET, edit, save_adapter, save_full
+
+pytest.importorskip("peft")
+
+ALL = {**ROPES, "own attention": {"type": "yarn", "attention_factor": 1.5}}
+DIM = 16
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    for name, rope in ALL.items():
+        save_full(folder / name, rope)
+        save_adapter(folder / f"{name} adapter", rope)
+    save_adapter(folder / "whole adapter", "yarn", modules_to_save=["embed_tokens"])
+    return folder
+
+
+def options(line: str) -> dict[str, str]:
+    """--key value, as a shell splits them."""
+    words = shlex.split(line)
+    return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+# -- vLLM and SGLang: the rule by which they derive maximum and frequencies, on our output -------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_maxima(home, name):
+    """The line asks for the target, which is allowed; without it linear would get 8 times the target."""
+    saved = read_saved(home / name)
+    config = config_of(home / name)
+    by_itself, most = engine_rules.vllm_maxima(config, tokenizer_maximum=TARGET)
+    assert vllm_engine.derived_maximum(saved.rope, saved.maximum, TARGET) == most
+    top = config.get("original_max_position_embeddings")
+    assert vllm_engine.default_maximum(saved.rope, saved.maximum, TARGET, top_original=top) == by_itself
+    asked = int(options(exporter("vllm")(saved).lines[0])["--max-model-len"])
+    assert asked == TARGET <= most
+    assert by_itself == {"linear": 8 * TARGET, "yarn-revised": 64}.get(name, TARGET)
+
+    by_itself, most = engine_rules.sglang_maxima(config)
+    assert sglang_engine.derived_maximum(saved.rope, saved.maximum) == by_itself
+    asked = int(options(exporter("sglang")(saved).lines[0])["--context-length"])
+    assert asked == TARGET <= most
+    assert by_itself == {"linear": 8 * TARGET}.get(name, TARGET)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_they_would_take_by_themselves_is_said(home, name):
+    for engine, wrong in (("vllm", {"linear": 4096, "yarn-revised": 64}), ("sglang", {"linear": 4096})):
+        notes = " ".join(exporter(engine)(read_saved(home / name)).notes)
+        assert (f"would take {wrong.get(name)}, not 512" in notes) is (name in wrong)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ALL)
+def test_frequencies(home, name, engine, adapter):
+    """Row by row of the engine's table: what the trained model has, at the last position of the target too."""
+    folder = home / (f"{name} adapter" if adapter else name)
+    saved = read_saved(folder)
+    (line,) = exporter(engine)(saved).lines
+    told = options(line).get("--hf-overrides" if engine == "vllm" else "--json-model-override-args", "{}")
+    # The engine starts from the model that it is given, an adapter's plain base.
+    config = config_of(home / "base" if adapter else folder)
+    config.update(json.loads(told))
+    assert config["max_position_embeddings"] == TARGET
+    probe = json.loads((folder / "pose_probe.json").read_text())["frequencies"]
+    (trained,) = probe.values()
+    row = {"vllm": engine_rules.vllm_row, "sglang": engine_rules.sglang_row}[engine]
+    for position in (1, 64, TARGET - 1):
+        angles, scale = row(config["rope_parameters"], DIM, position, TARGET)
+        np.testing.assert_allclose(angles, position * np.array(trained["inv_freq"]), rtol=1e-5)
+        assert scale == pytest.approx(trained["scale"], rel=1e-6)
+
+
+def test_the_rules_can_fail(home):
+    """Told nothing, an engine that starts from the plain base has other frequencies; longrope another scale."""
+    trained = json.loads((home / "yarn" / "pose_probe.json").read_text())["frequencies"]["model.rotary_emb.inv_freq"]
+    plain = config_of(home / "base")["rope_parameters"]
+    angles, _ = engine_rules.vllm_row(plain, DIM, 63, TARGET)
+    assert not np.allclose(angles, 63 * np.array(trained["inv_freq"]), rtol=1e-2)
+    revised = config_of(home / "yarn-revised")["rope_parameters"]
+    _, scale = engine_rules.vllm_row(revised, DIM, 63, TARGET)
+    assert scale != pytest.approx(revised["attention_factor"], rel=1e-2)
+
+
+def test_a_lost_tokenizer_limit_is_told(home, tmp_path):
+    save_full(tmp_path / "model", "linear")
+    edit(tmp_path / "model" / "tokenizer_config.json", lambda values: values.update(model_max_length=32))
+    with pytest.raises(PoSEError, match=r"vLLM would allow 256 tokens.*tokenizer's model_max_length"):
+        exporter("vllm")(read_saved(tmp_path / "model"))
+
+
+# -- every engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_command(home, engine, capsys):
+    assert main(["export", str(home / "yarn"), "--engine", engine]) == 0
+    out = capsys.readouterr().out
+    assert str(home / "yarn") in out
+    assert ("512" in out) is (engine not in ("transformers", "ollama"))
+
+
+def test_adapters_with_whole_modules_are_merged_first(home):
+    for engine in ("vllm", "sglang", "llama.cpp", "tgi"):
+        first, second, *rest = exporter(engine)(read_saved(home / "whole adapter")).lines
+        assert "merge_and_unload" in first and "--repair" in second
+        assert "whole adapter/merged" in rest[0]
+
+
+def test_merge_lines_are_what_they_say(home, tmp_path, monkeypatch):
+    """Run as printed, in one process."""
+    save_adapter(tmp_path / "adapter", "linear")
+    first, second, *_ = exporter("llama.cpp")(read_saved(tmp_path / "adapter")).lines
+    python, flag, code = shlex.split(first)
+    assert (python, flag) == ("python", "-c")
+    exec(code, {})
+    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
+    assert main(shlex.split(second)[1:]) == 0
+
+
+@pytest.mark.parametrize("name", ["yarn", "yarn adapter"])
+def test_transformers_lines_run(home, name):
+    names: dict[str, Any] = {}
+    exec("\n".join(exporter("transformers")(read_saved(home / name)).lines), names)
+    assert names["model"].config.max_position_embeddings == TARGET
+    assert names["tokenizer"].model_max_length == TARGET
+    answers = _alone.measure(names["model"], json.loads((home / name / "pose_probe.json").read_text()))
+    wanted = json.loads((home / name / "pose_probe.json").read_text())["logits"]
+    np.testing.assert_allclose(answers["logits"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("linear", "--rope-scaling linear --rope-scale 8"),
+        ("yarn", "--rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 64"),
+        ("base", "--rope-freq-base 1000000"),
+        ("llama3", "no flags"),
+    ],
+)
+def test_llama_cpp_flags_for_a_plain_base(home, name, flags):
+    assert flags in " ".join(exporter("llama.cpp")(read_saved(home / name)).notes)
+
+
+def test_llama_cpp_refuses_what_its_converter_drops(home):
+    with pytest.raises(PoSEError, match=r"writes no frequency list for model type 'llama'.*rope: yarn"):
+        exporter("llama.cpp")(read_saved(home / "yarn-revised"))
+    notes = " ".join(exporter("llama.cpp")(read_saved(home / "own attention")).notes)
+    assert "ignores attention_factor=1.5" in notes
+
+
+def test_llama_cpps_own_converter_is_run(home, tmp_path, capsys):
+    """A stand-in that writes down its arguments; the real one is run in benchmarks/engines.py."""
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text("import json, sys\nopen(sys.argv[3], 'w').write(json.dumps(sys.argv[1:]))\n")
+    file = tmp_path / "out.gguf"
+    command = ["export", str(home / "yarn"), "--engine", "llama.cpp", "--convert", "--llama-cpp", str(tmp_path)]
+    assert main([*command, "--output", str(file), "--outtype", "f16"]) == 0
+    assert json.loads(file.read_text()) == [str(home / "yarn"), "--outfile", str(file), "--outtype", "f16"]
+    script.write_text("import sys\nsys.exit('no such architecture')\n")
+    file.unlink()
+    assert main([*command, "--output", str(file)]) == 2
+    assert "no such architecture" in capsys.readouterr().err
+
+
+def test_ollama_writes_a_modelfile(home):
+    assert main(["export", str(home / "linear"), "--engine", "ollama"]) == 0
+    assert (home / "linear" / "Modelfile").read_text() == "FROM ./linear.gguf\nPARAMETER num_ctx 512\n"
+
+
+# -- transformers 4 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_older_form(home, tmp_path, name, capsys):
+    command = ["export", str(home / name), "--engine", "transformers", "--form", "4", "--output", str(tmp_path / "old")]
+    assert main(command) == 0
+    assert str(tmp_path / "old") in capsys.readouterr().out
+    before, after = config_of(home / name), config_of(tmp_path / "old")
+    assert "rope_parameters" not in after and after["rope_theta"] == before["rope_parameters"]["rope_theta"]
+    scaling = after["rope_scaling"]
+    assert scaling is None if name in ("ntk", "base") else scaling == before["rope_parameters"]
+    assert after["torch_dtype"] == before["dtype"] and after["max_position_embeddings"] == TARGET
+    # transformers 5 names a class that transformers 4 does not know.
+    assert json.loads((home / name / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    written = json.loads((tmp_path / "old" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["model_max_length"] == TARGET
+    assert (tmp_path / "old" / "model.safetensors").read_bytes() == (home / name / "model.safetensors").read_bytes()
+    # The folder it was made from is as it was.
+    assert config_of(home / name) == before
+
+
+def test_older_form_still_loads_in_transformers_5(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
+    main(["export", str(home / "yarn"), "--engine", "tgi", "--form", "4", "--output", str(tmp_path / "old")])
+    report = check.check_folder(tmp_path / "old")
+    assert report.passed, str(report)
+
+
+# -- input that cannot work --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{tmp}/nothing", "--engine", "vllm"], ["is no folder"]),
+        (["{tmp}", "--engine", "vllm"], ["has no config.json"]),
+        (["{home}/yarn", "--engine", "vllm", "--form", "4"], ["--output FOLDER"]),
+        (["{home}/yarn", "--engine", "vllm", "--form", "4", "--output", "{home}/base"], ["exists and is not empty"]),
+        (["{home}/yarn", "--engine", "vllm", "--convert"], ["--engine vllm does not read"]),
+        (["{home}/yarn", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"], ["no convert_hf_to_gguf.py"]),
+        (
+            ["{home}/yarn adapter", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"],
+            ["is an adapter; merge it first", "merge_and_unload"],
+        ),
+    ],
+    ids=["no folder", "no config", "form without output", "output in use", "convert", "no converter", "adapter"],
+)
+def test_bad_input(home, tmp_path, capsys, arguments, words):
+    assert main(["export", *(each.format(tmp=tmp_path, home=home) for each in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_without_heavy_imports():
+    """Printing lines needs neither torch nor transformers."""
+    import subprocess
+
+    code = (
+        "import sys, pose_plugin.serving.engines as e; [e.exporter(n) for n in e.ENGINES]; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
