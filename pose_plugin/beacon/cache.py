@@ -19,7 +19,26 @@ from pose_plugin.errors import PoSEError
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class BeaconCache(Cache):
+class _PlainCache(Cache):
+    """Answers for code that asks a cache what its layers are; here they are all full attention."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __bool__(self) -> bool:
+        # `len` counts layers, so an empty cache would read as False and be replaced where code says `cache or new`.
+        return True
+
+
+class BeaconCache(_PlainCache):
     """Keys and values of a stream, per layer: memory (beacons, positions 0…m−1) and tail (the open interval).
 
     Attributes:
@@ -73,13 +92,6 @@ class BeaconCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, condensed ones included."""
         return self.tokens
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def __bool__(self) -> bool:
-        # `len` counts layers, so an empty cache would read as False and be replaced where code says `cache or new`.
-        return True
 
     def __len__(self) -> int:
         return len(self.open or (self.pieces[0] if self.pieces else []))
@@ -218,7 +230,7 @@ class BeaconCache(Cache):
             self.pieces = [joined]  # type: ignore[list-item]
 
 
-class IntervalView(Cache):
+class IntervalView(_PlainCache):
     """One pass's window on a BeaconCache: what the unmodified model takes for its cache.
 
     Everything that a pass depends on is on this object, and writing twice is the same as writing once. So gradient
@@ -258,12 +270,6 @@ class IntervalView(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def __bool__(self) -> bool:
-        return True
 
 
 def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

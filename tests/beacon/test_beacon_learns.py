@@ -1,0 +1,82 @@
+"""Beacons learn to carry what has left the window."""
+
+from __future__ import annotations
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pose_plugin.beacon import BeaconCache, BeaconConfig, check_beacon_gradients, set_ratio_step
+
+WORDS = 24
+
+
+def documents(rows: int, tokens: int, rng: torch.Generator) -> torch.Tensor:
+    """Each text is about one word: half of its tokens are that word, the others are noise."""
+    topic = torch.randint(4, WORDS, (rows, 1), generator=rng)
+    noise = torch.randint(4, WORDS, (rows, tokens), generator=rng)
+    return torch.where(torch.rand((rows, tokens), generator=rng) < 0.5, topic, noise)
+
+
+def trained_base(rng: torch.Generator) -> LlamaForCausalLM:
+    """A model that finds out within its window what a text is about; it never saw more than 24 tokens."""
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=5e-3)
+    for _ in range(120):
+        ids = documents(32, 24, rng)
+        optimizer.zero_grad()
+        base(ids, labels=ids).loss.backward()
+        optimizer.step()
+    return base
+
+
+@torch.no_grad()
+def loss_behind(model, memory: torch.Tensor | None, text: torch.Tensor) -> float:
+    """Loss of a text's tokens 34-36, with `memory` (or nothing) read before token 33."""
+    cache = BeaconCache() if memory is None else model.condense(memory)
+    logits = model(text[:, 32:36], past_key_values=cache).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 33:36].flatten()).item()
+
+
+def test_memory_predicts_better_than_none_or_anothers():
+    """Two intervals of 16 are condensed when token 33 is read, so all that a text's next tokens can be guessed from is
+    in eight beacons."""
+    rng = torch.Generator().manual_seed(0)
+    base = trained_base(rng)
+    model = get_peft_model(base, BeaconConfig(interval=16, window=64, headroom=0, ratio=4))
+    judged = documents(256, 40, torch.Generator().manual_seed(99))
+    before = loss_behind(model.eval(), judged[:, :32], judged)
+    alone = loss_behind(model, None, judged)
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    model.train()
+    for step in range(25):
+        set_ratio_step(model, step)
+        ids = documents(32, 40, rng)
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        if step == 0:
+            assert check_beacon_gradients(model) > 0
+        optimizer.step()
+
+    model.eval()
+    own = loss_behind(model, judged[:, :32], judged)
+    anothers = loss_behind(model, judged[:, :32].roll(1, 0), judged)
+    assert own < alone - 0.25
+    assert own < before - 0.15
+    assert anothers > own + 0.4
+    assert loss_behind(model, None, judged) == alone  # a short text reads as it did
