@@ -29,6 +29,7 @@ ROPES: dict[str, Any] = {
     "yarn-revised": "yarn-revised",
     "llama3": "llama3",
 }
+PAGE = Path(__file__).parent.parent / "docs" / "serving.md"
 HELPER = Path(__file__).with_name("with_llama_cpp.py")
 
 
@@ -194,6 +195,14 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def with_table(page: str, text: str) -> str:
+    """The page with a new table between its two marks."""
+    begin, end = "<!-- engines table: written by benchmarks/engines.py -->\n", "<!-- end -->"
+    before, found, rest = page.partition(begin)
+    assert found, f"{PAGE} has no place for the table"
+    return f"{before}{begin}{text}\n{end}{rest.partition(end)[2]}"
+
+
 def _number(value: float | None, otherwise: str = "–") -> str:
     return otherwise if value is None else f"{value:.1e}"
 
@@ -226,6 +235,8 @@ def main() -> None:
                 args.model, args.llama_cpp, args.llama_cpp_python, place, 4 if args.quick else 50, lengths
             )
     save(results, folder / "engines.json")
+    if args.output is None:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(results)), encoding="utf-8")
     print(table(results))
     print(f"\n{about(results['machine'])}")
 

@@ -1,11 +1,26 @@
-"""Saved folders: completing them, loading them, proving them, serving them.
+"""Saved folders: completing them, proving them, loading them, serving them.
 
-folder.py   what a folder must hold
-probe.py    a few logits of the trained model, saved beside it
-check.py    a reload in a process without this package, held against the probe
-loading.py  `load_extended`: an adapter on the base it was trained on
+folder.py, record.py, probe.py   what a run leaves beside its weights
+check.py, _alone.py              a reload in a process without this package, held against the probe
+loading.py, merged.py            adapters on the base they were trained on; merged models
+engines/, older.py               what each engine has to be told; a copy for transformers 4
+card.py                          the model card
 """
 
+from pose_plugin.serving.check import CheckReport, check_folder
 from pose_plugin.serving.folder import RECORD, complete_folder, read_record
+from pose_plugin.serving.loading import load_extended, require_extension
+from pose_plugin.serving.merged import complete_merged
+from pose_plugin.serving.probe import take_probe
 
-__all__ = ["RECORD", "complete_folder", "read_record"]
+__all__ = [
+    "RECORD",
+    "CheckReport",
+    "check_folder",
+    "complete_folder",
+    "complete_merged",
+    "load_extended",
+    "read_record",
+    "require_extension",
+    "take_probe",
+]
