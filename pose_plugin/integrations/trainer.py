@@ -78,6 +78,8 @@ class PoSECallback(TrainerCallback):
         trainer, settings = self.trainer, self.collator.settings
         model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
+        if trainer.is_fsdp_enabled:
+            config_beside_shards(model.config, Path(folder))
         complete_folder(folder, model.config, settings, tokenizer, facts=facts, probe=self.answered)
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
             _resumable(Path(folder) / "config.json")
@@ -204,6 +206,21 @@ def require_same_rope(config: Any, settings: PoSESettings) -> None:
             f"rope={asked}, but the model was built with rope={built}: the collator changes no frequencies. Build the "
             f"model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or leave rope "
             "out here"
+        )
+
+
+def config_beside_shards(config: Any, folder: Path) -> None:
+    """With SHARDED_STATE_DICT nothing but shards is saved, and whoever merges them would take the base's config."""
+    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+        return
+    config.save_pretrained(folder)
+    if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+        log.warning(
+            "%s holds the extended config, but no weights, since fsdp_state_dict_type is SHARDED_STATE_DICT. Merge "
+            "those of a checkpoint into it: accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 %s. "
+            "FULL_STATE_DICT saves them whole, and adapters need it",
+            folder,
+            folder,
         )
 
 

@@ -216,6 +216,33 @@ def resume(folder, case):
     return getattr(distributed, case.framework)(folder, case, resume=str(folder / "out" / "checkpoint-2"), out="again")
 
 
+def test_shards_are_merged_beside_the_extended_config(run, tmp_path):
+    """SHARDED_STATE_DICT, accelerate's default for FSDP2, saves neither a config nor whole weights."""
+    case = Case("trl", "fsdp2", "full")
+    trl_runs.make_model(tmp_path)
+    variables = {**distributed.environment(case), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    ran = good_ranks(distributed.trl, tmp_path, case, **variables)
+    out = tmp_path / "out"
+    assert not list(out.glob("*.safetensors"))
+    assert f"accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 {out}" in " ".join(ran[0].output.split())
+    for folder in (out, out / "checkpoint-2", out / "checkpoint-4"):
+        assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == trl_runs.TARGET
+
+    def merge():
+        from accelerate.utils import merge_fsdp_weights
+
+        merge_fsdp_weights(str(out / "checkpoint-4" / "pytorch_model_fsdp_0"), str(out))
+
+    forked(merge)
+    loaded = forked(distributed.reloaded, tmp_path, "full").value
+    assert loaded["frequencies"] == ran[0].value["frequencies"]
+    for got, expected in zip(loaded["logits"], ran[0].value["logits"], strict=True):
+        assert got == pytest.approx(expected, abs=1e-5)
+    # And it resumes.
+    again = good_ranks(resume, tmp_path, case, **variables)
+    assert again[0].value["losses"] == pytest.approx(ran[0].value["losses"], abs=1e-5)
+
+
 def test_the_launcher_and_the_example(tmp_path):
     """The very files, through the real command: norms are trained in full beside the adapter, and saved."""
     needs(Case("trl", "zero3", "lora"))
