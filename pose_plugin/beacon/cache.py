@@ -194,31 +194,38 @@ class BeaconCache(_PlainCache):
         for layer in range(len(self)):
             parts = [piece[layer] for piece in self.pieces]
             parts = [(k.detach(), v.detach()) if at < cut else (k, v) for at, (k, v) in enumerate(parts)]
-            parts += [self.open[layer]] if self.open else []
-            past.append((_join(k for k, _ in parts), _join(v for _, v in parts)))
+            past.append(parts + ([self.open[layer]] if self.open else []))
         return IntervalView(given, past)
 
-    def extend(self, view: IntervalView) -> None:
-        """Adds the rows that a pass wrote to the open interval."""
-        fresh = [view.written[layer] for layer in sorted(view.written)]
+    def extend(self, given: Pass, written: dict[int, KeysValues]) -> None:
+        """Adds the rows of a pass to the open interval.
+
+        Args:
+            given: the pass.
+            written: layer → its keys and values, (batch, heads, rows of the pass, head size).
+        """
+        fresh = [written[layer] for layer in sorted(written)]
         if not self.open:
             self.open = fresh
-        elif fresh:
+        else:
             pairs = zip(self.open, fresh, strict=True)
             self.open = [(_join([k, new_k]), _join([v, new_v])) for (k, v), (new_k, new_v) in pairs]
-        self.tail = self.tail + view.given.rows
-        self.tokens += view.given.raw
+        self.tail = self.tail + given.rows
+        self.tokens += given.raw
 
     def close(self, index: list[int], place: Any, ratio: int) -> None:
         """Turns the open interval's beacons into memory and drops its raw rows.
 
         Args:
             index: where the beacons are among the rows of the interval.
-            place: function from their keys, (batch, heads, beacons, head size), to the keys at their memory slots.
+            place: function from a layer and its beacons' keys, (batch, heads, beacons, head size), to the keys at their
+                memory slots.
             ratio: of this interval, for the record.
         """
         at = torch.tensor(index, device=self.open[0][0].device)
-        self.pieces.append([(place(k.index_select(2, at)), v.index_select(2, at)) for k, v in self.open])
+        self.pieces.append(
+            [(place(n, k.index_select(2, at)), v.index_select(2, at)) for n, (k, v) in enumerate(self.open)]
+        )
         self.open, self.tail, self.open_ratio = [], (), None
         self.ratios.append(ratio)
 
@@ -237,7 +244,7 @@ class IntervalView(_PlainCache):
     checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
     """
 
-    def __init__(self, given: Pass, past: list[KeysValues]) -> None:
+    def __init__(self, given: Pass, past: list[list[KeysValues]]) -> None:
         super().__init__(layers=[])
         self.given = given
         self.past = past
@@ -250,10 +257,9 @@ class IntervalView(_PlainCache):
         """Keys and values of memory, tail and this pass, (batch, heads, rows, head size)."""
         if not self.sealed:
             self.written[layer_idx] = (key_states, value_states)
-        if not self.past:
-            return key_states, value_states
-        keys, values = self.past[layer_idx]
-        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+        # Pieces of the past are joined here, once, rather than when the view is made.
+        parts = [*self.past[layer_idx], (key_states, value_states)] if self.past else [(key_states, value_states)]
+        return _join(keys for keys, _ in parts), _join(values for _, values in parts)
 
     def seal(self) -> dict[int, KeysValues]:
         """Ends writing and hands over what was written. A later recomputation is read, not kept."""

@@ -102,12 +102,7 @@ class Generation:
             raise PoSEError("condense: the adapter is disabled; call it outside disable_adapter()")
         ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         stream = BeaconCache() if cache is None else cache.copy()
-        training = tuner.training
-        tuner.train(False)
-        try:
-            tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)
-        finally:
-            tuner.train(training)
+        tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)
         return stream
 
 

@@ -54,6 +54,22 @@ def resolve_window(config: BeaconConfig, model_config: Any, rotary: Any) -> int:
     return window
 
 
+def check_layers(model_config: Any) -> None:
+    """All layers must attend to keys and values that can be condensed.
+
+    Raises:
+        PoSEError: some layers keep another state (linear attention, convolutions).
+    """
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    known = ("full_attention", "sliding_attention", "chunked_attention")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(known))
+    if others:
+        raise PoSEError(
+            f"model: {text.model_type} has layers of kind {', '.join(others)}, whose state is no list of keys and "
+            "values; Beacon needs attention in every layer"
+        )
+
+
 def check_attention(implementation: str | None, config: BeaconConfig) -> None:
     """Layout v1 needs its own mask, which only eager and sdpa take as it is.
 

@@ -65,6 +65,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
                 )
         rotary = rope.find_rotary(model)
         guards.resolve_window(peft_config, model.config, rotary)
+        guards.check_layers(model.config)
         guards.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +114,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
             layer._can_checkpoint_with_cache = True
         # In a list, since a module as an attribute would become a second child of the same weights.
         self._rotary = [rope.find_rotary(model)]
-        rope.check_convention(self._rotary[0], attentions[0])
+        self._rotating: dict[int, bool] | None = None
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -165,6 +166,15 @@ class BeaconModel(Generation, Reading, BaseTuner):
     @property
     def rotary(self) -> Any:
         return self._rotary[0]
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's keys carry positions. The model is asked once, when something is first condensed."""
+        if self._rotating is None:
+            given, self.router.given = self.router.given, None
+            modules = list(self.model.modules())
+            self._rotating = rope.rotating_layers(self._call, self.cache_key, self.rotary, modules)
+            self.router.given = given
+        return self._rotating[layer]
 
     @property
     def probe(self) -> Any:

@@ -6,12 +6,14 @@ sines *without* the attention factor of YaRN: the key carries that factor alread
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from pose_plugin.beacon.cache import IntervalView
+from pose_plugin.beacon.layout import RAW, Pass
 from pose_plugin.errors import PoSEError
 
 # The frequencies of these kinds change once positions pass a limit, and a key rotated before cannot be moved after.
@@ -65,26 +67,56 @@ def changing_limit(rotary: Any) -> int | None:
 
 
 @torch.no_grad()
-def check_convention(rotary: Any, attention: nn.Module) -> None:
-    """Compares `rotate` with the model's own rotation on a random key.
+def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modules: list[nn.Module]) -> dict[int, bool]:
+    """Which layers rotate their keys, found out on the model itself.
+
+    A single token attends to itself alone, so its hidden states are the same at every position, and its keys differ by
+    the rotation only. They are read at two positions: moved by `rotate`, the one must become the other.
+
+    Args:
+        call: the model's forward.
+        cache_key: its name for the cache.
+        rotary: see `find_rotary`.
+        modules: of the model; dropout is off while it is asked.
+
+    Returns:
+        For each layer that writes to its cache, whether it rotates (NoPE layers do not).
 
     Raises:
-        PoSEError: the model rotates in another way (interleaved pairs, several axes, no public function).
+        PoSEError: keys differ in another way: interleaved pairs, a RoPE for each layer, or none that is found.
     """
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    size = int(getattr(attention, "head_dim", 2 * rotary.inv_freq.shape[0]))
     device = rotary.inv_freq.device
-    key = torch.linspace(-1, 1, size, device=device).reshape(1, 1, 1, size)
-    error: object = "its module has no apply_rotary_pos_emb"
-    if apply is not None and device.type != "meta":
-        try:
-            at = [apply(key.clone(), key.clone(), *rotary(key, torch.tensor([[p]], device=device)))[1] for p in (7, 3)]
-            error = (rotate(at[0], torch.tensor([-4]), rotary.inv_freq) - at[1]).abs().max().item()
-        except (TypeError, ValueError, RuntimeError, IndexError) as problem:
-            error = problem
-    if isinstance(error, float) and error < 1e-3:
-        return
-    raise PoSEError(
-        f"model: {type(attention).__name__} rotates keys in a way that cannot be moved to other positions ({error}); "
-        "Beacon knows RoPE with the halves convention, such as Llama, Mistral, Qwen2, Qwen3"
+    # Projections stay as they are: on some CPUs bitsandbytes packs 4-bit weights at the first forward in eval mode.
+    training = [module for module in modules if module.training and not list(module.parameters(recurse=False))]
+    for module in training:
+        module.training = False
+    try:
+        first, second = (_keys_at(call, cache_key, place, device) for place in (7, 3))
+    finally:
+        for module in training:
+            module.training = True
+    found = {}
+    for layer, keys in first.items():
+        size = keys.abs().max().item()
+        at_once = (keys - second[layer]).abs().max().item()
+        moved = (rotate(keys, torch.tensor([-4]), rotary.inv_freq) - second[layer]).abs().max().item()
+        tolerance = size * (1e-4 if keys.dtype == torch.float32 else 0.03)
+        if moved > tolerance and at_once > tolerance:
+            raise PoSEError(
+                f"model: layer {layer} rotates keys in a way that cannot be moved to other positions (error "
+                f"{moved:.2g} of {size:.2g}); Beacon knows RoPE with the halves convention, such as Llama, Mistral, "
+                "Qwen2, Qwen3"
+            )
+        found[layer] = moved <= tolerance
+    return found
+
+
+def _keys_at(call: Callable[..., Any], cache_key: str, place: int, device: torch.device) -> dict[int, torch.Tensor]:
+    view = IntervalView(Pass(0, (), (RAW,), 1), [])
+    call(
+        input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
+        position_ids=torch.tensor([[place]], device=device),
+        use_cache=False,
+        **{cache_key: view},
     )
+    return {layer: keys for layer, (keys, _) in view.seal().items()}

@@ -125,14 +125,13 @@ class Reader:
             output = self.call(**inputs)
         finally:
             tuner.router.given = None
-        view.written = view.seal()
-        if not view.written:
+        written = view.seal()
+        if not written:
             raise PoSEError(
                 f"model: {type(tuner.model).__name__} does not write to the cache it is given, so nothing can be "
                 "condensed; Beacon needs a decoder whose attention calls cache.update"
             )
-        cache.extend(view)
-        view.written = {}
+        cache.extend(given, written)
         if wanted:
             result.logits.append(output.logits)
         if output.hidden_states is not None and raw:
@@ -143,9 +142,13 @@ class Reader:
 
     def _close(self, given: Pass) -> None:
         index, shifts = moves(given)
-        inv_freq = self.tuner.rotary.inv_freq
+        tuner, inv_freq = self.tuner, self.tuner.rotary.inv_freq
         shift = torch.tensor(shifts, device=inv_freq.device)
-        self.cache.close(index, lambda keys: rotate(keys, shift, inv_freq), given.ratio)
+
+        def place(layer: int, keys: torch.Tensor) -> torch.Tensor:
+            return rotate(keys, shift, inv_freq) if tuner.rotates(layer) else keys
+
+        self.cache.close(index, place, given.ratio)
         if not torch.is_grad_enabled():
             self.cache.compact()
 

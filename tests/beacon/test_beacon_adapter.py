@@ -351,6 +351,26 @@ def test_unfit_models(attention, changes, message):
         get_peft_model(model, make_config(**changes))
 
 
+def test_hybrid_models_are_refused():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(PoSEError, match="qwen3_next has layers of kind linear_attention"):
+        get_peft_model(model, make_config())
+
+
 def test_models_without_rope():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -369,13 +389,16 @@ def test_rotation_in_another_convention_is_refused(monkeypatch):
         return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
 
     monkeypatch.setattr(modeling_llama, "rotate_half", pairs)
-    with pytest.raises(PoSEError, match="rotates keys in a way that cannot be moved"):
-        get_peft_model(make_base(), make_config())
+    model = make_beacon()
+    model(make_ids(8))  # nothing is moved yet
+    with pytest.raises(PoSEError, match="layer 0 rotates keys in a way that cannot be moved"):
+        model(make_ids(9))
 
 
 def test_v2_takes_flash_attention_and_no_mask():
     """In layout v2 the model gets no mask of ours, so an attention that only knows "causal" can run it."""
     model = make_beacon(layout="v2")
+    model(make_ids(30))  # asks once how keys are rotated
     seen = []
     hook = model.base_model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True

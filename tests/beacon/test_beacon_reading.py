@@ -118,6 +118,34 @@ def test_moved_keys_are_the_keys_of_the_new_place(rope):
         assert rotary.attention_scaling == 1
 
 
+OTHERS = {
+    # rotates a part of each head; no layer, every layer, one of two layers
+    "stablelm": ({"partial_rotary_factor": 0.5}, {0: True, 1: True}),
+    "smollm3": ({"no_rope_layers": [1, 0]}, {0: True, 1: False}),
+    "phi3": ({}, {0: True, 1: True}),  # one projection for q, k and v
+    "mixtral": ({"num_local_experts": 2}, {0: True, 1: True}),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+@torch.no_grad()
+def test_other_architectures(architecture):
+    """How a layer rotates its keys is asked of the model, so that those without positions keep theirs."""
+    from peft import get_peft_model
+
+    changes, rotating = OTHERS[architecture]
+    ids = make_ids(26)
+    base = make_base(architecture, **changes)
+    short = base(ids[:, :8]).logits
+    model = get_peft_model(base, make_config()).eval()
+    assert torch.equal(model(ids[:, :8]).logits, short)
+    whole = model(ids).logits
+    cache = BeaconCache()
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 11), (11, 16), (16, 26))]
+    assert difference(torch.cat(parts, dim=1), whole) <= 1e-4
+    assert {layer: model.base_model.rotates(layer) for layer in rotating} == rotating
+
+
 @torch.no_grad()
 def test_the_rest_of_a_head_stays():
     """Partial rotary: what is not rotated is not moved either."""

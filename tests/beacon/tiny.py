@@ -43,7 +43,7 @@ def make_base(architecture: str = "llama", attention: str = "sdpa", rope: str = 
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
-        "rope_parameters": ROPES[rope],
+        "rope_parameters": dict(ROPES[rope]),
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": 1,
