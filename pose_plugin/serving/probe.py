@@ -63,6 +63,8 @@ def take_probe(
     original = (lookup(text, RECORD_KEY) or {}).get("original_length") or text.max_position_embeddings
     probe: dict[str, Any] = probe_inputs(int(text.vocab_size), int(original), target_length)
     dtype = _weight_type(model)
+    if compute is None and dtype == "float32" and _in_tf32(model):
+        compute = "tf32"
     how = {"dtype": dtype, "compute": compute or dtype, "quantization": quantization(model.config)}
     return probe | how | measure(model, probe, forward, device)
 
@@ -93,6 +95,12 @@ def quantization(config: Any) -> dict[str, Any] | None:
         return None
     values = dict(found) if isinstance(found, Mapping) else found.to_dict()
     return json.loads(json.dumps(values, default=str))
+
+
+def _in_tf32(model: Any) -> bool:
+    import torch
+
+    return torch.backends.cuda.matmul.allow_tf32 and any(each.is_cuda for each in model.parameters())
 
 
 def _weight_type(model: Any) -> str:

@@ -183,6 +183,12 @@ def test_a_wrong_base(home, tmp_path, here, changes):
         assert "--base names another" in str(report)
 
 
+def test_without_a_stretch_nothing_is_said_of_losing_it(tmp_path, here):
+    save_full(tmp_path / "model", "none")
+    report = check_folder(tmp_path / "model")
+    assert report.passed and "plain" not in report.numbers and "would be" not in str(report)
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope(tmp_path, here, name):
     save_full(tmp_path / "model", ROPES[name])
@@ -291,6 +297,7 @@ def test_logit_distance():
     [
         ({"dtype": "float32", "compute": "float32", "quantization": None}, False, None, 1e-3),
         ({"dtype": "float32", "compute": "bfloat16", "quantization": None}, False, None, 0.1),
+        ({"dtype": "float32", "compute": "tf32", "quantization": None}, False, None, 0.03),
         ({"dtype": "float16", "compute": "float16", "quantization": None}, True, None, 0.03),
         ({"dtype": "float32", "compute": "float32", "quantization": None}, False, "bfloat16", 0.1),
         ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, True, None, 0.1),
