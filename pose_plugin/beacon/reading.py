@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from pose_plugin.beacon import guards, ratios
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.config import BeaconConfig
-from pose_plugin.beacon.labels import stream_loss
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
+from pose_plugin.beacon.losses import CountedOutput, shift_labels, stream_loss, token_figures
 from pose_plugin.beacon.stream import Reader
 from pose_plugin.errors import PoSEError
 
@@ -25,6 +25,9 @@ class Reading:
     router: Any
     training: bool
     condensed_since_step: int
+    # For trainers that log accuracy and entropy from sums: adds num_correct_tokens, entropy_sum, num_valid_tokens to
+    # the outputs of calls with labels (TRL up to 1.15 with loss_type="chunked_nll").
+    report_statistics: bool = False
     _step: tuple[int, int]
     _ratio_override: ratios.Ratio | None
     _base_forward: Any
@@ -119,10 +122,12 @@ class Reading:
             ratio: "adapt" or a fixed ratio for this call.
             ratios: one ratio for each interval that this call condenses.
             headroom: tokens still to come, for "adapt".
-            kwargs: `num_items_in_batch`, `shift_labels`, and settings for the model.
+            kwargs: `num_items_in_batch`, `shift_labels`, `fused_lm_head` (with labels: per-token figures instead of
+                logits, as TRL 1.16 asks for), and settings for the model.
 
         Returns:
-            CausalLMOutputWithPast: loss, logits (batch, kept tokens, vocabulary), the BeaconCache.
+            CausalLMOutputWithPast: loss, logits (batch, kept tokens, vocabulary), the BeaconCache. TokenOutput where
+            `fused_lm_head` is true.
 
         Raises:
             PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `guards`).
@@ -189,30 +194,49 @@ class Reading:
         carries = cache is not None or use_cache is True
         padded = guards.check_mask(attention_mask, tokens, stream.tokens, carries)
         guards.check_positions(position_ids, attention_mask, tokens, stream.tokens)
-        loss_kwargs = {key: kwargs.pop(key, None) for key in ("num_items_in_batch", "shift_labels")}
+        items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        fused = bool(kwargs.pop("fused_lm_head", False))
+        given_shifted = shifted is not None
+        if shifted is None and labels is not None:
+            shifted = shift_labels(labels)
         return_dict = kwargs.pop("return_dict", None)
         if kwargs.pop("output_attentions", None):
             raise PoSEError("output_attentions: the intervals have attentions of different sizes; leave it out")
         extra = guards.check_extra(kwargs, tokens)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else None
-        wants_loss = labels is not None or loss_kwargs["shift_labels"] is not None
         chosen = self.plan(stream, tokens, ratio, headroom)
-        reader = Reader(self, self._call, stream, extra, keep or None if not wants_loss else None)
+        reader = Reader(self, self._call, stream, extra, keep or None if shifted is None else None)
         reading = reader.read(ids, embedded, chosen)
         self.condensed_since_step += reading.condensed
         logits: Any = reading.all_logits()
+        # A zero that a text within one interval needs, since it reads no beacon.
+        zero: Any = 0
+        if self.training and torch.is_grad_enabled() and not reading.condensed:
+            zero = self.touch(logits)
+        if fused and shifted is not None:
+            cut = slice(None) if given_shifted else slice(-1)
+            figures = token_figures(logits[:, cut], shifted[:, cut], items)
+            figures.loss, figures.log_probs = figures.loss + zero, figures.log_probs + zero
+            return figures
         loss: Any = None
         hidden: Any = reading.all_hidden()
-        if wants_loss:
-            loss = stream_loss(self.model, logits, labels, **loss_kwargs)
-            if self.training and torch.is_grad_enabled() and not reading.condensed:
-                loss = loss + self.touch(logits)
+        output_cls: Any = CausalLMOutputWithPast
+        counts: dict[str, Any] = {}
+        if shifted is not None:
+            loss = stream_loss(self.model, logits, labels, shifted, items) + zero
+            if self.report_statistics:
+                output_cls, figures = CountedOutput, token_figures(logits.detach(), shifted)
+                counts = {
+                    "num_correct_tokens": figures.is_top1.sum(),
+                    "entropy_sum": figures.entropy.sum(),
+                    "num_valid_tokens": figures.label_mask.sum(),
+                }
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 logits = logits[:, -logits_to_keep:]
         if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
         keeps = use_cache if use_cache is not None else (cache is not None or not self.training)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden)
+        output = output_cls(loss=loss, logits=logits, hidden_states=hidden, **counts)
         if keeps and not padded:
             output[self.cache_key] = stream
         return output.to_tuple() if return_dict is False else output

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pose_plugin.beacon.labels import shift_labels
 from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
+from pose_plugin.beacon.losses import shift_labels
 
 R = RAW
 

@@ -313,3 +313,39 @@ def test_a_step_lowers_the_loss():
         if name in frozen:
             assert torch.equal(p, frozen[name])
     assert find_tuner(model).router.given is None
+
+
+@pytest.mark.parametrize("tokens", [8, 26])
+def test_figures_for_trainers(tokens):
+    """A fused head's per-token figures and TRL's sums, against the logits; the loss and its gradient are the same."""
+    ids = make_ids(tokens, rows=2)
+    labels = ids.clone()
+    labels[0, 3:6] = -100
+    model = make_beacon().train()
+    plain = model(ids, labels=labels, ratio=4)
+    plain.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    log_p = plain.logits[:, :-1].log_softmax(-1)
+    mask = labels[:, 1:] != -100
+    entropy = -(log_p.exp() * log_p).sum(-1)
+
+    figures = model(ids, labels=labels, ratio=4, fused_lm_head=True)
+    assert torch.equal(figures.label_mask, mask)
+    picked = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    assert torch.allclose(figures.log_probs, picked * mask, atol=1e-6)
+    assert torch.allclose(figures.entropy, entropy * mask, atol=1e-5)
+    assert torch.equal(figures.is_top1.bool(), (log_p.argmax(-1) == labels[:, 1:]) & mask)
+    assert figures.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    (-figures.log_probs.sum() / mask.sum()).backward()
+    assert expected.keys() == gradients(model).keys()
+    assert all(torch.allclose(g, expected[name], atol=1e-6) for name, g in gradients(model).items())
+    shifted = model(ids, shift_labels=labels, ratio=4, fused_lm_head=True)
+    assert shifted.log_probs.shape == ids.shape
+
+    find_tuner(model).report_statistics = True
+    counted = model(ids, labels=labels, ratio=4)
+    assert counted.num_valid_tokens.item() == mask.sum().item()
+    assert counted.num_correct_tokens.item() == figures.is_top1.sum().item()
+    assert counted.entropy_sum.item() == pytest.approx((entropy * mask).sum().item(), rel=1e-5)
+    assert counted.loss.item() == plain.loss.item()
