@@ -130,6 +130,23 @@ def test_what_is_saved_reloads_to_what_was_trained(run, case):
         assert got == pytest.approx(expected, abs=1e-5)
 
 
+def checked(folder):
+    """`pose-plugin check` in this process: what differs, and the distance of the logits."""
+    from pose_plugin.serving import _alone, check
+
+    check._in_a_process_of_its_own = lambda request, python, timeout: _alone.answer(request)
+    found = [check.check_folder(folder / place) for place in ("out", "out/checkpoint-2", "out/checkpoint-4")]
+    return [(report.differing(), report.numbers["logits"]) for report in found]
+
+
+def test_what_is_saved_passes_the_check(run, case):
+    """What all ranks answered together at each save is what one process answers after a reload."""
+    if case.framework == "loop":
+        pytest.skip("a loop of one's own takes a probe by itself")
+    for differing, distance in forked(checked, run(case)[0]).value:
+        assert differing == [] and distance < (0.1 if case.adapter == "qlora" else 1e-4)
+
+
 WAY_OUT = {
     "mask": ("SelfTestError: PoSE self-test", "chunk 2 does not see chunk 1", "(only on rank 1 of 2)"),
     "frequencies": ("RopeMismatchError: ", "inv_freq[0] is 2, but yarn"),
