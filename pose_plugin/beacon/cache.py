@@ -222,10 +222,11 @@ class BeaconCache(_PlainCache):
                 memory slots.
             ratio: of this interval, for the record.
         """
-        at = torch.tensor(index, device=self.open[0][0].device)
-        self.pieces.append(
-            [(place(n, k.index_select(2, at)), v.index_select(2, at)) for n, (k, v) in enumerate(self.open)]
-        )
+        piece = []
+        for layer, (keys, values) in enumerate(self.open):
+            at = torch.tensor(index, device=keys.device)
+            piece.append((place(layer, keys.index_select(2, at)), values.index_select(2, at)))
+        self.pieces.append(piece)
         self.open, self.tail, self.open_ratio = [], (), None
         self.ratios.append(ratio)
 

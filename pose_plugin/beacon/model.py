@@ -189,12 +189,18 @@ class BeaconModel(Generation, Reading, BaseTuner):
     @property
     def compute_dtype(self) -> torch.dtype:
         """What attention scores are computed in; an additive mask must have it."""
-        return torch.get_autocast_dtype(self.model.device.type) if torch.is_autocast_enabled() else self.model.dtype
+        kind = self.model.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
     @property
     def cache_key(self) -> str:
         """transformers 5.24 calls it cache, earlier versions past_key_values."""
-        return _cache_key(type(self.model))  # type: ignore[arg-type]
+        return "cache" if "cache" in self.accepts else "past_key_values"
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """Names that the model's forward knows."""
+        return _parameters(type(self.model))  # type: ignore[arg-type]
 
     @property
     def active_config(self) -> BeaconConfig:
@@ -222,6 +228,5 @@ class BeaconModel(Generation, Reading, BaseTuner):
 
 
 @functools.lru_cache
-def _cache_key(model_cls: Any) -> str:
-    names = inspect.signature(model_cls.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+def _parameters(model_cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(model_cls.forward).parameters)

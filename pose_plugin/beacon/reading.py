@@ -235,7 +235,8 @@ class Reading:
                 logits = logits[:, -logits_to_keep:]
         if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
-        keeps = use_cache if use_cache is not None else (cache is not None or not self.training)
+        by_default = not self.training and getattr(self.model.config, "use_cache", True)
+        keeps = use_cache if use_cache is not None else (cache is not None or by_default)
         output = output_cls(loss=loss, logits=logits, hidden_states=hidden, **counts)
         if keeps and not padded:
             output[self.cache_key] = stream

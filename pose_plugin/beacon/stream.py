@@ -108,12 +108,12 @@ class Reader:
             tuner.cache_key: view,
             "use_cache": False,
             "return_dict": True,
-            # 0 keeps all rows, so "none" is said with an empty index.
-            "logits_to_keep": 0
-            if len(kept) == len(given.rows)
-            else torch.tensor(kept, dtype=torch.long, device=device),
             **self.extra,
         }
+        slices = "logits_to_keep" in tuner.accepts
+        if slices:  # 0 keeps all rows, so "none" is said with an empty index
+            index = torch.tensor(kept, dtype=torch.long, device=device)
+            inputs["logits_to_keep"] = 0 if len(kept) == len(given.rows) else index
         tuner.router.given = given
         try:
             if embedded is not None:
@@ -133,7 +133,7 @@ class Reader:
             )
         cache.extend(given, written)
         if wanted:
-            result.logits.append(output.logits)
+            result.logits.append(output.logits if slices else output.logits[:, kept])
         if output.hidden_states is not None and raw:
             rows = torch.tensor(raw, device=device)
             result.hidden.append(tuple(layer.index_select(1, rows.to(layer.device)) for layer in output.hidden_states))

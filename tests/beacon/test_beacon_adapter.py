@@ -60,6 +60,17 @@ def test_only_beacons_are_trained():
     assert trained == expected
 
 
+def test_peft_can_say_what_is_there():
+    model = make_beacon()
+    status = model.get_model_status()
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert status.num_adapter_layers == 9
+    assert status.trainable_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    with model.disable_adapter():
+        assert not model.get_model_status().enabled
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".beacon_" in n)
+
+
 def test_beacons_begin_as_copies():
     base = make_base("qwen2")
     model = get_peft_model(base, make_config())
