@@ -412,6 +412,24 @@ def test_saved_folders_reload_without_the_plugin(runs):
         assert longest == TARGET
 
 
+@pytest.fixture
+def check_here(monkeypatch) -> Any:
+    """`pose-plugin check` with its reload in this process."""
+    from pose_plugin.serving import _alone, check
+
+    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
+    return check.check_folder
+
+
+@pytest.mark.parametrize("part", ["", "checkpoint-2"])
+@pytest.mark.parametrize("name", ["full", "lora, embeddings and norms", "qlora", "8 bit", "packed qlora"])
+def test_saved_folders_pass_the_check(runs, check_here, name, part):
+    """Quantised bases are loaded as they were trained on, and answer the same."""
+    runs.method(name)
+    report = check_here(runs.folder(name) / "out" / part)
+    assert report.passed and report.numbers["logits"] < 1e-4, str(report)
+
+
 def _merge(values: dict[str, Any]) -> None:
     from axolotl.cli.merge_lora import do_cli
 
@@ -422,17 +440,14 @@ def _merge(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("method", [None, "memory_efficient", "legacy"])
 @pytest.mark.parametrize("name", ["lora", "qlora"])
-def test_merged(runs, tmp_path, monkeypatch, name, method):
+def test_merged(runs, tmp_path, check_here, name, method):
     """By every method that Axolotl has, into a model that loads without the plugin to the trained one's answers."""
-    from pose_plugin.serving import _alone, check
-
-    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
     runs.method(name)
     shutil.copytree(runs.folder(name) / "out", tmp_path / "out")
     values = runs.yaml(name, **METHODS[name][0], output_dir=str(tmp_path / "out"), merge_method=method)
     forked(_merge, {key: value for key, value in values.items() if value is not None})
     merged = tmp_path / "out" / "merged"
-    report = check.check_folder(merged)
+    report = check_here(merged)
     assert report.passed, str(report)
     (sentence,) = [text for what, verdict, text in report.findings if (what, verdict) == ("logits", "ok")]
     assert ("trained on a quantised base" in sentence) is (name == "qlora")

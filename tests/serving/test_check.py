@@ -161,6 +161,16 @@ def test_damage(home, tmp_path, here, name):
     assert str(report).endswith("passed" if not wanted else f"differs in {', '.join(report.differing())}")
 
 
+def test_findings_as_json(home, tmp_path, here, capsys):
+    folder = copy(home, tmp_path, "full")
+    edit(folder / "config.json", lambda values: values.update(max_position_embeddings=64))
+    assert main(["check", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False and found["folder"] == str(folder)
+    (wrong,) = [each for each in found["findings"] if each["verdict"] == "differs"]
+    assert wrong["what"] == "maximum" and "target_length=512 was trained" in wrong["sentence"]
+
+
 def test_the_comparison_can_fail(home, here):
     """Where the extension is lost the logits are farther apart than allowed, and the report says how far."""
     report = check_folder(home / "full")
