@@ -281,6 +281,7 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
         max_steps=4,
         save_steps=2,
         dataloader_num_workers=0,
+        seed=42,  # without one, Axolotl shuffles anew in every run
         resume_from_checkpoint=resume,
         deepspeed=str(CONFIGS / "deepspeed" / f"{case.strategy}.json") if case.strategy.startswith("zero") else None,
         **adapters[case.adapter],

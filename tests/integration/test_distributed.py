@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("peft")
 from tests.forked import CaseError, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
+from tests.test_docs import blocks, commands
 
 # Kind of run and ZeRO stage, as accelerate names them.
 KINDS = {
@@ -290,3 +292,65 @@ def test_the_launcher_and_the_example(tmp_path):
     assert all(tensors.values()) and any("lora_A" in name for name in tensors)
     assert any("norm" in name for name in tensors)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
+
+
+# --- docs/distributed.md --------------------------------------------------------------------------------------------
+
+PAGE = distributed.ROOT / "docs" / "distributed.md"
+ROWS = {
+    ("trl", "full"): "TRL, full",
+    ("trl", "lora"): "TRL, LoRA with",
+    ("axolotl", "full"): "Axolotl, full",
+    ("axolotl", "lora"): "Axolotl, LoRA with",
+    ("axolotl", "qlora"): "Axolotl, QLoRA",
+    ("loop", "full"): "a loop with",
+    ("loop", "lora"): "a loop with",
+}
+
+
+def test_the_page_calls_verified_what_is_tested():
+    lines = [line.strip("|").split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    header = [cell.strip().lower().replace("-", "") for cell in lines[0]]
+    claimed = set()
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line]
+        for key, begin in ROWS.items():
+            if cells[0].startswith(begin):
+                verified = [
+                    s for s, cell in zip(header, cells, strict=True) if cell.startswith(("verified", "LoRA alone"))
+                ]
+                claimed |= {Case(key[0], strategy, key[1]) for strategy in verified}
+    assert claimed == set(CASES)
+
+
+def test_the_page_names_files_that_exist_and_keys_that_are_tested():
+    import yaml
+
+    lines = commands("accelerate launch --config_file")
+    assert {Path(line[3]).stem for line in lines} >= {case.strategy for case in CASES}
+    for line in lines:
+        assert (distributed.ROOT / line[3]).is_file() and (distributed.ROOT / line[4]).is_file()
+    zero, fsdp = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
+    assert (distributed.ROOT / zero["deepspeed"]).is_file()
+    tested = {**distributed.FSDP2, "fsdp_config": {**distributed.FSDP2["fsdp_config"]}}
+    tested["fsdp_config"].pop("cpu_ram_efficient_loading")
+    assert fsdp == tested
+
+
+def test_the_snippet_of_the_page(tmp_path):
+    (snippet,) = blocks(PAGE, "python")
+
+    def case():
+        from pose_plugin import PoSECollator
+
+        model, tokenizer = trl_runs.make_model(tmp_path)
+        weights, expected = model.state_dict(), distributed.frequencies(model)
+        model.to("meta")
+        model.to_empty(device="cpu")
+        model.load_state_dict(weights)
+        for buffer in model.buffers():
+            buffer.zero_()
+        exec(snippet, {"model": model, "collator": PoSECollator(tokenizer, target_length=trl_runs.TARGET)})
+        assert distributed.frequencies(model) == expected
+
+    forked(case)

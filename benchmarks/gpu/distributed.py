@@ -1,0 +1,214 @@
+"""Every strategy on real GPUs, in bf16, through TRL and Axolotl: losses against one process, frequencies, saved files.
+
+    python benchmarks/gpu/distributed.py                        # all GPUs of the machine; one is enough to begin with
+    python benchmarks/gpu/distributed.py --only zero3,fsdp2     # some strategies
+    python benchmarks/gpu/distributed.py --only ddp --cpu --processes 2    # to see that the script itself runs
+
+What tests do on two CPU processes in float32 is repeated where bf16, NCCL and the GPU's kernels take part. About a
+minute a line. Prints one JSON line a run, `"verdict": "verified"` or what was wrong, and ends with 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "example_configs"
+BASE = CONFIGS / "quickstart" / "base"
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
+STEPS, TARGET, WINDOW, ROWS = 20, 2048, 128, 8
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "state_dict_type": "FULL_STATE_DICT",
+        "reshard_after_forward": True,
+    },
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, by commas")
+    parser.add_argument("--frameworks", default="trl,axolotl", help="by commas")
+    parser.add_argument("--processes", type=int, help="default: the number of GPUs")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU; for ddp only")
+    args = parser.parse_args()
+    processes = args.processes or _gpus()
+    if not processes:
+        print("no GPU here; --cpu --only ddp shows that the script runs", file=sys.stderr)
+        return 2
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        _rows(home / "rows.jsonl")
+        for framework, adapters in {"trl": ("full", "lora"), "axolotl": ("full", "lora", "qlora")}.items():
+            for adapter in adapters if framework in args.frameworks.split(",") else ():
+                alone: list[float] = []
+                for strategy in ("single", *args.only.split(",")):
+                    found = _run(home, framework, strategy, adapter, 1 if strategy == "single" else processes, args.cpu)
+                    alone = alone or found["losses"]
+                    problems = _problems(found, alone)
+                    wrong += bool(problems)
+                    line = {"losses": found["losses"], "tensors": len(found["tensors"]), "seconds": found["seconds"]}
+                    case = {"framework": framework, "strategy": strategy, "adapter": adapter, "processes": processes}
+                    print(json.dumps(case | line | {"verdict": "; ".join(problems) or "verified"}), flush=True)
+    return int(wrong > 0)
+
+
+def _run(home: Path, framework: str, strategy: str, adapter: str, processes: int, cpu: bool) -> dict[str, Any]:
+    out = home / f"{framework}-{strategy}-{adapter}"
+    command = (_trl if framework == "trl" else _axolotl)(home, out, strategy, adapter, processes, cpu)
+    began = time.monotonic()
+    # Rows a step are the same for every number of processes.
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(cpu))
+    output = done.stdout + done.stderr
+    (home / f"{out.name}.log").write_text(output)
+    return {
+        "code": done.returncode,
+        "end": output[-1500:],
+        "tested": output.count("[pose_plugin] self-test passed"),
+        "losses": [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", output)],
+        "tensors": _tensors(out),
+        "config": json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {},
+        "adapter": adapter,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def _problems(found: dict[str, Any], alone: list[float]) -> list[str]:
+    if found["code"]:
+        return [f"exit code {found['code']}: {found['end']}"]
+    problems = []
+    if found["tested"] != 1:
+        problems.append(f"the self-test was reported {found['tested']} times")
+    losses = found["losses"]
+    # bf16 rounds each logit by up to 2^-9, and ranks add up in another order.
+    if not losses or len(losses) != len(alone) or max(abs(a - b) for a, b in zip(losses, alone, strict=True)) > 0.02:
+        problems.append(f"losses {losses}, in one process {alone}")
+    tensors = found["tensors"]
+    if not tensors or not all(tensors.values()):
+        problems.append(f"no or empty tensors were saved: {[name for name, size in tensors.items() if not size]}")
+    if found["adapter"] != "full" and not any("lora_B" in name for name in tensors):
+        problems.append("no adapter was saved")
+    if found["config"].get("max_position_embeddings") != TARGET:
+        problems.append("the saved config is not the extended one")
+    return problems
+
+
+def _trl(home: Path, out: Path, strategy: str, adapter: str, processes: int, cpu: bool) -> list[str]:
+    script = [str(CONFIGS / "trl_sft.py"), "--data", str(home / "rows.jsonl"), "--output", str(out)]
+    script += ["--steps", str(STEPS), "--batch-size", str(ROWS // processes), "--target-length", str(TARGET)]
+    script += ["--lora"] * (adapter == "lora")
+    if strategy == "single":
+        return [sys.executable, *script]
+    file = CONFIGS / "accelerate" / f"{strategy}.yaml"
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(file),
+        "--main_process_port",
+        "0",
+    ]
+    return [*launch, "--num_processes", str(processes), *["--mixed_precision", "no"] * cpu, *script]
+
+
+def _axolotl(home: Path, out: Path, strategy: str, adapter: str, processes: int, cpu: bool) -> list[str]:
+    values: dict[str, Any] = {
+        "base_model": str(BASE),
+        "plugins": ["pose_plugin", *["tests.integration.recorder.OnCPU"] * cpu],
+        "pose": {"target_length": TARGET, "train_length": WINDOW, "rope": "yarn", "content": "skip"},
+        "datasets": [{"path": str(home / "rows.jsonl"), "ds_type": "json", "type": None}],
+        "sequence_len": 256,
+        "output_dir": str(out),
+        "dataset_prepared_path": str(out) + "-prepared",
+        "micro_batch_size": ROWS // processes,
+        "gradient_accumulation_steps": 1,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "logging_steps": 10,
+        "seed": 42,
+        "attn_implementation": "sdpa",
+        "bf16": not cpu,
+        "fp16": False,
+        "tf32": False,
+        "gradient_checkpointing": not cpu,
+    }
+    if adapter != "full":
+        values |= {"adapter": adapter, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_linear": True}
+        values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
+    if adapter == "qlora":
+        # ZeRO-3 and FSDP divide weights of one type only: 4-bit weights are kept as the others are.
+        storage = "float32" if cpu else "bfloat16"
+        values |= {"load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_storage": storage}}
+    if strategy.startswith("zero"):
+        values["deepspeed"] = str(CONFIGS / "deepspeed" / f"{strategy}.json")
+    if strategy == "fsdp2":
+        values |= FSDP2
+    path = home / f"{out.name}.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    train = [sys.executable, "-m", "axolotl.cli.main", "train", str(path), "--launcher"]
+    if strategy == "single":
+        return [*train, "python"]
+    return [
+        *train,
+        "torchrun",
+        "--",
+        f"--nproc_per_node={processes}",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+    ]
+
+
+def _rows(path: Path) -> None:
+    """Texts of one length with something to learn: each token follows from the one before."""
+    picker = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(STEPS * ROWS):
+            start, step = picker.randrange(500), picker.choice((3, 7))
+            ids = [(start + i * step) % 500 + 2 for i in range(200)]
+            file.write(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}) + "\n")
+
+
+def _tensors(folder: Path) -> dict[str, int]:
+    from safetensors import safe_open
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                found[name] = math.prod(file.get_slice(name).get_shape())
+    return found
+
+
+def _environment(cpu: bool) -> dict[str, str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
+    # Axolotl looks for torchrun there.
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return variables | ({"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
