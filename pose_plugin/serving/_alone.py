@@ -80,6 +80,17 @@ def rotary_buffers(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
                 yield name, module, key, tensor
 
 
+def weight_type(model: Any) -> str:
+    """The type of most weights, an adapter's own aside, e.g. "bfloat16"."""
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name:
+            # Under ZeRO-3 a parameter's own size is 0 and the whole one's is ds_numel.
+            size = getattr(parameter, "ds_numel", parameter.numel())
+            sizes[str(parameter.dtype)] = sizes.get(str(parameter.dtype), 0) + size
+    return max(sizes, key=lambda key: sizes[key]).replace("torch.", "") if sizes else "float32"
+
+
 def _name(module: str, key: str) -> str:
     for wrapper in _WRAPPERS:
         module = module.replace(wrapper, "")
@@ -133,7 +144,7 @@ def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
         model = PeftModel.from_pretrained(model, folder)
     if not request["quantization"]:
         model = model.to(request["device"])
-    answer.update(measure(model, probe))
+    answer.update(measure(model, probe), dtype=weight_type(model))
     if request["theta"]:
         answer["plain"] = _with_plain_frequencies(model, probe, request["theta"])
 

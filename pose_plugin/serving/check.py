@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.rope import legacy_copies
-from pose_plugin.rope.kinds import normalise
-from pose_plugin.serving.base import Base, base_of, is_adapter, read_json
-from pose_plugin.serving.folder import RECORD, read_record, text_part
-from pose_plugin.serving.probe import PROBE, read_probe
+from pose_plugin.serving import compare
+from pose_plugin.serving.base import Base, base_of, is_adapter
+from pose_plugin.serving.compare import CheckReport
+from pose_plugin.serving.folder import RECORD, read_record
+from pose_plugin.serving.probe import read_probe
 
-# How far logits may be apart, as a share of their own spread at a position, by the coarsest type on the way. Measured:
-# float32 up to 7e-7 between attention functions; the quick start's trained model, loaded in a coarser type than it was
-# trained in, 3e-3 in float16 and 3e-2 in bfloat16, where losing the extension makes 0.8. TF32 resolves as float16 does.
-TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.1}
-# The adapter was trained on a quantised base and now sits in a full-precision one.
-_QUANTISED_AWAY = 0.5
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-
-Verdict = Literal["ok", "differs", "note"]
-
-
-@dataclass
-class CheckReport:
-    """What was compared.
-
-    Attributes:
-        folder: what was reloaded.
-        findings: (what, verdict, sentence).
-        numbers: `logits` and, with the base's frequencies in place of the extension's, `plain`, see `logit_distance`;
-            `frequencies`, the largest relative difference. As far as they were measured.
-        transformers: version that reloaded it.
-    """
-
-    folder: str
-    findings: list[tuple[str, Verdict, str]] = field(default_factory=list)
-    numbers: dict[str, float] = field(default_factory=dict)
-    transformers: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        return all(verdict != "differs" for _, verdict, _ in self.findings)
-
-    def add(self, what: str, good: bool | None, sentence: str) -> None:
-        """`good=None` is a note."""
-        verdict: Verdict = "note" if good is None else "ok" if good else "differs"
-        self.findings.append((what, verdict, sentence))
-
-    def differing(self) -> list[str]:
-        """What differs, by name."""
-        return [what for what, verdict, _ in self.findings if verdict == "differs"]
-
-    def __str__(self) -> str:
-        lines = [f"{verdict:7}  {what:11}  {sentence}" for what, verdict, sentence in self.findings]
-        wrong = self.differing()
-        end = f"{self.folder}: differs in {', '.join(wrong)}" if wrong else f"{self.folder}: passed"
-        return "\n".join([*lines, end])
 
 
 def check_folder(
@@ -108,23 +60,24 @@ def check_folder(
     adapter = is_adapter(path)
     if not _files_are_there(report, path, adapter):
         return report
-    _forms_agree(report, path / "config.json")
+    compare.forms_agree(report, path / "config.json")
+    load = _Reload(record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
     where = base_of(path, base) if adapter else None
-    answer = _reload(path, where, record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
+    answer = load(path, where)
     report.transformers = answer.get("transformers")
     report.add("reload", "error" not in answer, _reloaded(answer, path, where))
-    _maximum(report, answer, int(record["target_length"]))
-    _tokenizer(report, answer, int(record["target_length"]))
+    compare.maximum(report, answer, int(record["target_length"]))
+    compare.tokenizer(report, answer, int(record["target_length"]))
     if probe is None:
-        report.add(
-            "logits",
-            False,
-            f"no {PROBE} in {reference}: nothing says what the trained model answers. Save again with this version, "
-            "or name the folder that has one with --like",
-        )
+        compare.no_probe(report, reference)
     elif "logits" in answer:
-        _frequencies(report, answer, probe)
-        _logits(report, answer, probe, adapter, dtype)
+        compare.frequencies(report, answer, probe)
+        compare.logits(report, answer, probe, adapter)
+        source = reference if is_adapter(reference) else path.parent
+        if probe["quantization"] and not adapter and is_adapter(source):
+            # What was trained was the adapter on rounded weights; what was merged is the adapter on the whole ones.
+            whole = load(source, base_of(source, base), quantized=False)
+            compare.merged_weights(report, answer, whole, source)
     return report
 
 
@@ -160,60 +113,35 @@ def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
     return True
 
 
-def _forms_agree(report: CheckReport, file: Path) -> None:
-    """transformers 5 and older readers look at different keys."""
-    text = text_part(read_json(file))
-    if text is None or not text.get("rope_parameters"):
-        report.add("older form", None, "config.json has no rope_parameters, the form of transformers 5")
-        return
-    wanted = legacy_copies(text["rope_parameters"], str(text.get("model_type")))
-    scaling = text.get("rope_scaling")
-    if "rope_scaling" in wanted and scaling is None and wanted["rope_scaling"] is not None:
-        report.add(
-            "older form",
-            None if file.parent.name.startswith("checkpoint-") else False,
-            "config.json has no rope_scaling: transformers 4, llama.cpp's converter and older vLLM would run it at the "
-            "frequencies of the base (a checkpoint is written so on purpose, as it could not be resumed otherwise)",
-        )
-        return
-    wrong = [key for key, value in wanted.items() if not _same(text.get(key), value)]
-    told = f"{wrong[0]}={text.get(wrong[0])!r} but rope_parameters says {wanted[wrong[0]]!r}" if wrong else ""
-    report.add("older form", not wrong, told or "rope_parameters and the keys that older readers know say the same")
+@dataclass(frozen=True)
+class _Reload:
+    record: Mapping[str, Any]
+    probe: Mapping[str, Any] | None
+    device: str
+    dtype: str | None
+    trust_remote_code: bool
+    python: str
+    timeout: float
 
-
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return normalise(found) == normalise(wanted)
-    return found == wanted
-
-
-def _reload(
-    path: Path,
-    base: Base | None,
-    record: Mapping[str, Any],
-    probe: Mapping[str, Any] | None,
-    device: str,
-    dtype: str | None,
-    trust_remote_code: bool,
-    python: str,
-    timeout: float,
-) -> dict[str, Any]:
-    adapter = base is not None
-    built = (record.get("rope") or {}).get("type")
-    request = {
-        "folder": str(path.resolve()),
-        "base": base.name if base else None,
-        "revision": base.revision if base else None,
-        "dtype": dtype or (probe["dtype"] if probe and adapter else "auto"),
-        # A merged or full model says itself how it is stored.
-        "quantization": probe["quantization"] if probe and adapter else None,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-        # With rope: none there is nothing to lose.
-        "theta": None if built == "none" else (record.get("model") or {}).get("original_theta"),
-        "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else None,
-    }
-    return _in_a_process_of_its_own(request, python, timeout)
+    def __call__(self, path: Path, base: Base | None, quantized: bool = True) -> dict[str, Any]:
+        """The answers of a model, or of an adapter on a base; of the latter loaded as in training."""
+        probe = self.probe
+        trained_as = probe if base is not None and probe is not None else {}
+        built = (self.record.get("rope") or {}).get("type")
+        request = {
+            "folder": str(path.resolve()),
+            "base": base.name if base else None,
+            "revision": base.revision if base else None,
+            # A full or merged model says itself how it is stored.
+            "dtype": self.dtype or trained_as.get("dtype", "auto"),
+            "quantization": trained_as.get("quantization") if quantized else None,
+            "device": self.device,
+            "trust_remote_code": self.trust_remote_code,
+            # With rope: none there is nothing to lose.
+            "theta": None if built == "none" else (self.record.get("model") or {}).get("original_theta"),
+            "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else None,
+        }
+        return _in_a_process_of_its_own(request, self.python, self.timeout)
 
 
 def _in_a_process_of_its_own(request: Mapping[str, Any], python: str, timeout: float) -> dict[str, Any]:
@@ -246,97 +174,3 @@ def _reloaded(answer: Mapping[str, Any], path: Path, base: Base | None) -> str:
         hint = f". Is {base.name} the base it was trained on? --base names another" if base else ""
         return f"{what} does not load: {answer['error']}{hint}"
     return f"{what} loads with transformers {answer['transformers']}, without pose_plugin"
-
-
-def _maximum(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:
-    if "maximum" not in answer:
-        return
-    found = answer["maximum"]
-    good = isinstance(found, int) and found >= target
-    report.add(
-        "maximum",
-        good,
-        f"max_position_embeddings={found}" + ("" if good else f", but target_length={target} was trained"),
-    )
-
-
-def _tokenizer(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:
-    if "tokenizer_error" in answer:
-        report.add("tokenizer", False, f"it does not load: {answer['tokenizer_error']}. Save it into the folder")
-    elif "tokenizer" in answer:
-        found = answer["tokenizer"]
-        good = found >= target
-        report.add(
-            "tokenizer",
-            good,
-            f"model_max_length={found}"
-            + ("" if good else f": texts of up to {target} tokens would be warned about or cut"),
-        )
-
-
-def _frequencies(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any]) -> None:
-    wanted, found = probe["frequencies"], answer["frequencies"]
-    if not wanted:
-        report.add("frequencies", None, "the model keeps no buffer of frequencies; the logits speak for them")
-        return
-    worst, count = 0.0, 0
-    for name, want in wanted.items():
-        got = found.get(name)
-        if got is None or len(got["inv_freq"]) != len(want["inv_freq"]):
-            report.add("frequencies", False, f"{name} is gone or has another size")
-            return
-        a, b = np.array(got["inv_freq"]), np.array(want["inv_freq"])
-        apart = np.abs(a - b) / np.where(b == 0, 1.0, np.abs(b))
-        apart = np.nan_to_num(apart, nan=np.inf)
-        first = int(np.argmax(apart > 1e-5))
-        if apart.max() > 1e-5:
-            report.add(
-                "frequencies", False, f"{name}[{first}] is {a[first]:.6g}, trained was {b[first]:.6g} (config.json?)"
-            )
-            return
-        if not math.isclose(got["scale"], want["scale"], rel_tol=1e-6):
-            report.add("frequencies", False, f"{name}: cos and sin × {got['scale']:g}, trained was {want['scale']:g}")
-            return
-        worst, count = max(worst, float(apart.max())), count + b.size
-    report.numbers["frequencies"] = worst
-    report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
-
-
-def _logits(
-    report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], adapter: bool, dtype: str | None
-) -> None:
-    distance = logit_distance(answer["logits"], probe["logits"])
-    report.numbers["logits"] = distance
-    allowed, why = tolerance(probe, adapter, dtype)
-    good = distance <= allowed
-    sentence = (
-        f"{len(probe['positions'])} positions up to {probe['positions'][-1]}: {distance:.1e} of their spread apart "
-        f"(allowed {allowed:g}, {why})"
-    )
-    plain = logit_distance(answer["plain"], probe["logits"]) if answer.get("plain") else None
-    if plain is not None:
-        report.numbers["plain"] = plain
-        sentence += f"; at the base's frequencies it would be {plain:.1e}"
-    report.add("logits", good, sentence)
-    if plain is not None and good and plain <= allowed:
-        report.add("logits", None, "this comparison is too coarse to tell the two apart; the frequencies above do")
-
-
-def logit_distance(found: list[list[float]], wanted: list[list[float]]) -> float:
-    """The largest, over the positions, of ‖found − wanted‖ / ‖wanted − its mean‖; not finite counts as infinite."""
-    a, b = np.array(found, dtype=np.float64), np.array(wanted, dtype=np.float64)
-    if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return math.inf
-    spread = np.linalg.norm(b - b.mean(axis=1, keepdims=True), axis=1)
-    return float((np.linalg.norm(a - b, axis=1) / np.where(spread == 0, 1.0, spread)).max())
-
-
-def tolerance(probe: Mapping[str, Any], adapter: bool, dtype: str | None = None) -> tuple[float, str]:
-    """What `logit_distance` may be, and why."""
-    if probe["quantization"] and not adapter:
-        return _QUANTISED_AWAY, "trained on a quantised base, merged into a full one"
-    types = [probe["dtype"], probe["compute"], dtype or probe["dtype"]]
-    coarsest = max(types, key=lambda name: TOLERANCE.get(name, 0.1))
-    if probe["quantization"]:
-        return max(TOLERANCE.get(coarsest, 0.1), TOLERANCE["bfloat16"]), "trained on a quantised base"
-    return TOLERANCE.get(coarsest, 0.1), coarsest

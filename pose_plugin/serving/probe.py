@@ -15,7 +15,7 @@ import numpy as np
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
-from pose_plugin.serving._alone import measure
+from pose_plugin.serving._alone import measure, weight_type
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64
@@ -62,7 +62,7 @@ def take_probe(
     text = text_config(model.config)
     original = (lookup(text, RECORD_KEY) or {}).get("original_length") or text.max_position_embeddings
     probe: dict[str, Any] = probe_inputs(int(text.vocab_size), int(original), target_length)
-    dtype = _weight_type(model)
+    dtype = weight_type(model)
     if compute is None and dtype == "float32" and _in_tf32(model):
         compute = "tf32"
     how = {"dtype": dtype, "compute": compute or dtype, "quantization": quantization(model.config)}
@@ -101,15 +101,3 @@ def _in_tf32(model: Any) -> bool:
     import torch
 
     return torch.backends.cuda.matmul.allow_tf32 and any(each.is_cuda for each in model.parameters())
-
-
-def _weight_type(model: Any) -> str:
-    """The type of the base's weights: adapters and norms may be kept in a finer one."""
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and "lora_" not in name:
-            # Under ZeRO-3 a parameter's own size is 0 and the whole one's is ds_numel.
-            sizes[str(parameter.dtype)] = sizes.get(str(parameter.dtype), 0) + getattr(
-                parameter, "ds_numel", parameter.numel()
-            )
-    return max(sizes, key=lambda key: sizes[key]).removeprefix("torch.") if sizes else "float32"

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
 from pose_plugin.serving import _alone, check
-from pose_plugin.serving.check import check_folder, logit_distance, tolerance
+from pose_plugin.serving.check import check_folder
+from pose_plugin.serving.compare import logit_distance, tolerance
 from pose_plugin.serving.probe import probe_inputs
 from tests.serving.saved_models import ROPES, TARGET, edit, make_base, save_adapter, save_full
 
@@ -237,6 +238,17 @@ def test_a_merged_model_is_repaired_and_passes(home, tmp_path, here, capsys):
     assert check_folder(tmp_path / "merged").passed
 
 
+def test_a_merged_model_in_a_coarser_type(home, tmp_path, here):
+    """Axolotl saves merged models in the type of the run: the report says which, and allows what it resolves."""
+    from pose_plugin import load_extended
+    from pose_plugin.serving import complete_merged
+
+    load_extended(home / "adapter").merge_and_unload().to(torch.float16).save_pretrained(tmp_path / "merged")
+    complete_merged(tmp_path / "merged", home / "adapter")
+    report = check_folder(tmp_path / "merged")
+    assert report.passed and report.numbers["logits"] > 1e-3 and "float16" in str(report), str(report)
+
+
 def test_load_extended_merges_without_repair_of_the_config(home, tmp_path, here):
     from pose_plugin import load_extended
 
@@ -305,13 +317,13 @@ def test_logit_distance():
 @pytest.mark.parametrize(
     ("probe", "adapter", "dtype", "allowed"),
     [
-        ({"dtype": "float32", "compute": "float32", "quantization": None}, False, None, 1e-3),
-        ({"dtype": "float32", "compute": "bfloat16", "quantization": None}, False, None, 0.1),
-        ({"dtype": "float32", "compute": "tf32", "quantization": None}, False, None, 0.03),
-        ({"dtype": "float16", "compute": "float16", "quantization": None}, True, None, 0.03),
+        ({"dtype": "float32", "compute": "float32", "quantization": None}, False, "float32", 1e-3),
+        ({"dtype": "float32", "compute": "bfloat16", "quantization": None}, False, "float32", 0.1),
+        ({"dtype": "float32", "compute": "tf32", "quantization": None}, False, "float32", 0.03),
+        ({"dtype": "float16", "compute": "float16", "quantization": None}, True, "float32", 0.03),
         ({"dtype": "float32", "compute": "float32", "quantization": None}, False, "bfloat16", 0.1),
-        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, True, None, 0.1),
-        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, False, None, 0.5),
+        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, True, "float32", 0.1),
+        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, False, "float32", 0.5),
     ],
 )
 def test_tolerance_follows_the_coarsest_type(probe, adapter, dtype, allowed):
