@@ -47,6 +47,8 @@ class BeaconCache(_PlainCache):
         tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
         open_ratio: the ratio that an interleaved open interval has begun with.
         signature: what the stream was made with (interval, layout, mask, layers); another model's cache is refused.
+        adapter: the beacon embedding of the adapter that condensed it, (hidden,) in fp32; another adapter's is refused.
+        mark: the tuner, adapter and version of weights that this was last compared with.
 
     Shapes: (batch, key-value heads, rows, head size) for each tensor. Memory is kept in pieces, one an interval, so
     that a training step can cut gradients between them.
@@ -65,6 +67,8 @@ class BeaconCache(_PlainCache):
         self.ratios: list[int] = []
         self.open_ratio: int | None = None
         self.signature: dict[str, Any] = {}
+        self.adapter: torch.Tensor | None = None
+        self.mark: Any = None
 
     # What is there.
 
@@ -164,7 +168,7 @@ class BeaconCache(_PlainCache):
         twin = BeaconCache()
         twin.pieces, twin.open, twin.tail = [list(layers) for layers in self.pieces], list(self.open), self.tail
         twin.tokens, twin.ratios, twin.open_ratio = self.tokens, list(self.ratios), self.open_ratio
-        twin.signature = dict(self.signature)
+        twin.signature, twin.adapter, twin.mark = dict(self.signature), self.adapter, self.mark
         return twin
 
     def save(self, path: str | Path) -> None:

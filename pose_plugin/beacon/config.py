@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import PeftConfig
 
-from pose_plugin.beacon.layout import FULL, MASKS, STEPWISE
+from pose_plugin.beacon.layout import MASKS, STEPWISE
 from pose_plugin.beacon.ratios import ADAPT, CANDIDATES, RANDOM, TRAINING_POLICIES, Window, check_ratio
 from pose_plugin.beacon.register import peft_type
 from pose_plugin.errors import PoSEError
@@ -137,11 +137,6 @@ class BeaconConfig(PeftConfig):
     @property
     def interleaved(self) -> bool:
         return self.layout == "v2"
-
-    @property
-    def shared_position(self) -> bool:
-        """Whether all beacons of an interval stand at one position (full coverage)."""
-        return self.mask == FULL and not self.interleaved
 
     def sizes(self, window: int) -> Window:
         """The window arithmetic for a resolved window size."""

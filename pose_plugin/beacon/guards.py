@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.rope import changing_limit
 from pose_plugin.errors import PoSEError
@@ -205,3 +206,35 @@ def check_extra(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
             )
         passed[key] = value
     return passed
+
+
+def check_origin(cache: BeaconCache, signature: dict[str, Any], row: torch.Tensor, mark: tuple[Any, ...]) -> None:
+    """A stream goes on with what it began with; a fresh one is told what that is.
+
+    Args:
+        cache: the stream.
+        signature: see `Reading.signature`.
+        row: the active adapter's beacon embedding, (hidden,).
+        mark: tuner, adapter and version of its weights; compared once for each, since comparing waits for the device.
+
+    Raises:
+        PoSEError: another model or another adapter made it.
+    """
+    if not cache.tokens:
+        cache.signature, cache.adapter, cache.mark = signature, row, mark
+        return
+    if cache.signature != signature:
+        keys = [key for key in signature if cache.signature.get(key) != signature[key]]
+        made = ", ".join(f"{key}={cache.signature.get(key)}" for key in keys)
+        reads = ", ".join(f"{key}={signature[key]}" for key in keys)
+        raise PoSEError(f"cache: made with {made}, but this model reads with {reads}; condense the text again")
+    if cache.mark == mark or cache.adapter is None:
+        return
+    # Loose enough for an adapter that was loaded in another dtype, or trained a few steps further.
+    error = float((cache.adapter.to(row.device) - row).norm() / row.norm().clamp(min=1e-12))
+    if error > 0.02:
+        raise PoSEError(
+            f"cache: another adapter condensed it (its beacon embedding is {error:.0%} off that of {mark[1]!r}), so its "
+            "memory means nothing here; set_adapter to that one, or condense the text again"
+        )
+    cache.mark = mark

@@ -207,6 +207,13 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
         embedding: Any = self.beacon_embedding[name]
         return embedding(torch.zeros(1, dtype=torch.long, device=embedding.weight.device))
 
+    @property
+    def version(self) -> int:
+        """Changes whenever the active adapter's embedding does."""
+        name = self.active(self.beacon_embedding)
+        weight: Any = self.beacon_embedding[name].weight if name is not None else None
+        return -1 if weight is None or weight.is_inference() else int(weight._version)
+
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = self.router.given
         if given is None or not given.beacons or self.disable_adapters:

@@ -133,8 +133,11 @@ class BeaconModel(Generation, Reading, BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        if isinstance(target, nn.Embedding | BeaconEmbedding):
-            return  # wrapped by inject_adapter
+        if isinstance(target, nn.Embedding | BeaconEmbedding) or target is self.model.get_output_embeddings():
+            raise PoSEError(
+                f"target_modules: {peft_config.target_modules!r} matches {current_key}, which would be saved with the "
+                "adapter; match projections only, the beacon's own embedding is always trained"
+            )
         if isinstance(target, BeaconLinear):
             target.update_layer(adapter_name, peft_config)
             return

@@ -35,6 +35,8 @@ def save(cache: BeaconCache, path: str | Path) -> None:
         for index, (keys, values) in enumerate(layers):
             tensors[f"{part}.{index}.keys"] = keys.detach().contiguous()
             tensors[f"{part}.{index}.values"] = values.detach().contiguous()
+    if whole.adapter is not None:
+        tensors["adapter"] = whole.adapter.detach().contiguous()
     state = {
         "format": FORMAT,
         "tokens": whole.tokens,
@@ -54,8 +56,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
         device: where the tensors go; that of the model.
 
     Raises:
-        PoSEError: the file is missing or holds something else. That it fits the model is checked when it is used; that
-            the adapter has the same weights cannot be.
+        PoSEError: the file is missing or holds something else. Whether it fits the model and the adapter is checked when
+            it is used.
     """
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
@@ -73,5 +75,5 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
     cache.pieces = [parts["memory"]] if parts["memory"] else []
     cache.open, cache.tail = parts["open"], tuple(state["tail"])
     cache.tokens, cache.ratios, cache.open_ratio = state["tokens"], list(state["ratios"]), state["open_ratio"]
-    cache.signature = state["signature"]
+    cache.signature, cache.adapter = state["signature"], tensors.get("adapter")
     return cache

@@ -46,6 +46,10 @@ class Reading:
         @property
         def active_config(self) -> BeaconConfig: ...
         @property
+        def embedding(self) -> BeaconEmbedding: ...
+        @property
+        def active_adapters(self) -> list[str]: ...
+        @property
         def probe(self) -> Any: ...
 
     # Ratios.
@@ -264,14 +268,8 @@ class Reading:
                 f"past_key_values: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; "
                 "pass a BeaconCache (model.condense(ids), or BeaconCache())"
             )
-        signature = self.signature()
-        if not stream.tokens:
-            stream.signature = signature
-        elif stream.signature != signature:
-            keys = [key for key in signature if stream.signature.get(key) != signature[key]]
-            made = ", ".join(f"{key}={stream.signature.get(key)}" for key in keys)
-            reads = ", ".join(f"{key}={signature[key]}" for key in keys)
-            raise PoSEError(f"cache: made with {made}, but this model reads with {reads}; condense the text again")
+        row = self.embedding.row().detach()[0].float()
+        guards.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
                 raise PoSEError(f"cache: it holds {stream.batch_size} rows, the input {batch}")

@@ -351,6 +351,8 @@ UNFIT = [
     ("flex_attention", {}, "'flex_attention' cannot use the mask of layout v1"),
     ("sdpa", {"target_modules": ["q_proj", "o_proj"]}, "beacons need keys and values of their own"),
     ("sdpa", {"target_modules": ["up_proj"]}, "names no attention projection"),
+    ("sdpa", {"target_modules": r".*(embed_tokens|[kv]_proj)"}, "matches model.embed_tokens, which would be saved"),
+    ("sdpa", {"target_modules": r".*lm_head|.*[kv]_proj"}, "matches lm_head, which would be saved"),
 ]
 
 

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from pose_plugin.beacon import BeaconCache, condensing
 from pose_plugin.errors import PoSEError
-from tests.beacon.tiny import ARCHITECTURES, make_base, make_beacon, make_ids
+from tests.beacon.tiny import ARCHITECTURES, make_base, make_beacon, make_config, make_ids, unlike_base
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -132,6 +132,26 @@ def test_context_of_another_model():
     context = make_beacon(interval=4).condense(make_ids(20))
     with pytest.raises(PoSEError, match="cache: made with interval=4, but this model reads with interval=8"):
         make_beacon().generate(make_ids(3), cache=context, max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_context_of_another_adapter(tmp_path):
+    """Its memory would be read as if it meant something."""
+    model = make_beacon()
+    model.add_adapter("other", make_config())
+    model.condense(make_ids(20)).save(tmp_path / "c.safetensors")
+    model.set_adapter("other")
+    unlike_base(model, seed=7)
+    loaded = BeaconCache.load(tmp_path / "c.safetensors")
+    with pytest.raises(PoSEError, match=r"another adapter condensed it .*% off that of 'other'"):
+        model(make_ids(3), past_key_values=loaded)
+    model.set_adapter("default")
+    model(make_ids(3), past_key_values=loaded)
+    # The same adapter in another dtype is the same adapter.
+    lower = make_beacon().to(torch.bfloat16)
+    again = BeaconCache.load(tmp_path / "c.safetensors")
+    again._each(lambda t: t.to(torch.bfloat16))
+    lower(make_ids(3), past_key_values=again)
 
 
 def test_beam_search():
