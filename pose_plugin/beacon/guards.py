@@ -234,7 +234,7 @@ def check_origin(cache: BeaconCache, signature: dict[str, Any], row: torch.Tenso
     error = float((cache.adapter.to(row.device) - row).norm() / row.norm().clamp(min=1e-12))
     if error > 0.02:
         raise PoSEError(
-            f"cache: another adapter condensed it (its beacon embedding is {error:.0%} off that of {mark[1]!r}), so its "
-            "memory means nothing here; set_adapter to that one, or condense the text again"
+            f"cache: another adapter condensed it (its beacon embedding is {error:.0%} off that of {mark[1]!r}), so "
+            "its memory means nothing here; set_adapter to that one, or condense the text again"
         )
     cache.mark = mark

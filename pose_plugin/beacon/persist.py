@@ -56,8 +56,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
         device: where the tensors go; that of the model.
 
     Raises:
-        PoSEError: the file is missing or holds something else. Whether it fits the model and the adapter is checked when
-            it is used.
+        PoSEError: the file is missing or holds something else. Whether it fits the model and the adapter is checked
+            when it is used.
     """
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
