@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class BeaconLinear(nn.Module, BeaconLayer):
         """Adds an adapter: the copy starts as this layer's own weights, dequantised; the delta starts as zero."""
         base: Any = self.get_base_layer()
         guards.check_unpacked(base, "copying its weights")
-        with torch.no_grad():
+        with torch.no_grad(), _whole(base):
             if config.rank == 0:
                 weight = dequantize_module_weight(base)
                 dtype = config.torch_dtype() or getattr(base, "compute_dtype", None) or weight.dtype
@@ -169,7 +170,7 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
     def __init__(self, base_layer: Any, adapter_name: str, config: BeaconConfig, router: Router, eos: Any) -> None:
         super().__init__()
         BeaconLayer.__init__(self, base_layer, router)
-        self.sentinel = int(base_layer.weight.shape[0])
+        self.sentinel = int(getattr(base_layer, "num_embeddings", None) or base_layer.weight.shape[0])
         self.beacon_embedding = nn.ModuleDict({})
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, eos)
@@ -183,8 +184,8 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
             eos: id of the EOS token, several, or None: then it starts from the mean of all embeddings.
         """
         base: Any = self.get_base_layer()
-        weight = base.weight
-        with torch.no_grad():
+        with torch.no_grad(), _whole(base):
+            weight = base.weight
             hidden = int(base.embedding_dim) if hasattr(base, "embedding_dim") else int(weight.shape[1])
             row = nn.utils.skip_init(
                 nn.Embedding, 1, hidden, device=weight.device, dtype=config.torch_dtype() or _float(base)
@@ -273,6 +274,16 @@ def _apply(linear: Any, x: torch.Tensor) -> torch.Tensor:
 def _linear(rows: int, out: int, device: Any, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
     # Without the random start, which would move the global generator.
     return nn.utils.skip_init(nn.Linear, rows, out, bias=bias, device=device, dtype=dtype)
+
+
+def _whole(base: Any) -> AbstractContextManager[Any]:
+    # Under DeepSpeed ZeRO-3 a rank holds a part of each weight, and copies are made of whole ones.
+    parts = [p for p in base.parameters() if hasattr(p, "ds_id")]
+    if not parts:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parts)
 
 
 def _float(base: Any) -> torch.dtype:

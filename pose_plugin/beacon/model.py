@@ -114,7 +114,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
             layer._can_checkpoint_with_cache = True
         # In a list, since a module as an attribute would become a second child of the same weights.
         self._rotary = [rope.find_rotary(model)]
-        self._rotating: dict[int, bool] | None = None
+        self._rotating: list[bool] | None = None
 
     def _detach(self) -> None:
         for hook in self._hooks:

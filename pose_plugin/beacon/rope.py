@@ -67,7 +67,7 @@ def changing_limit(rotary: Any) -> int | None:
 
 
 @torch.no_grad()
-def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modules: list[nn.Module]) -> dict[int, bool]:
+def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modules: list[nn.Module]) -> list[bool]:
     """Which layers rotate their keys, found out on the model itself.
 
     A single token attends to itself alone, so its hidden states are the same at every position, and its keys differ by
@@ -95,8 +95,8 @@ def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modul
     finally:
         for module in training:
             module.training = True
-    found = {}
-    for layer, keys in first.items():
+    found = []
+    for layer, keys in sorted(first.items()):
         size = keys.abs().max().item()
         at_once = (keys - second[layer]).abs().max().item()
         moved = (rotate(keys, torch.tensor([-4]), rotary.inv_freq) - second[layer]).abs().max().item()
@@ -107,7 +107,7 @@ def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modul
                 f"{moved:.2g} of {size:.2g}); Beacon knows RoPE with the halves convention, such as Llama, Mistral, "
                 "Qwen2, Qwen3"
             )
-        found[layer] = moved <= tolerance
+        found.append(moved <= at_once)
     return found
 
 

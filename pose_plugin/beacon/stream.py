@@ -126,10 +126,10 @@ class Reader:
         finally:
             tuner.router.given = None
         written = view.seal()
-        if not written:
+        if not written or sorted(written) != list(range(len(written))):
             raise PoSEError(
-                f"model: {type(tuner.model).__name__} does not write to the cache it is given, so nothing can be "
-                "condensed; Beacon needs a decoder whose attention calls cache.update"
+                f"model: {type(tuner.model).__name__} wrote layers {sorted(written)} to the cache it was given; Beacon "
+                "needs a decoder whose layers all call cache.update"
             )
         cache.extend(given, written)
         if wanted:
