@@ -12,7 +12,7 @@ LARGE = 8.0
 
 
 def frozen_parts(model: Any) -> list[str]:
-    """ "embeddings" and "norms", as far as an adapter trains none of them; [] for a model without an adapter."""
+    """What an adapter trains none of: "embeddings", "norms". Empty for a model without an adapter."""
     if not getattr(model, "peft_config", None):
         return []
     embeddings = model.get_input_embeddings()

@@ -52,6 +52,18 @@ class Saved:
         return str(self.text.get("model_type"))
 
     @property
+    def composite(self) -> bool:
+        """Whether the rope sits in a text_config, where an engine's overrides of the config do not reach."""
+        return self.text is not self.config
+
+    def rope_with(self, **changes: Any) -> dict[str, Any]:
+        """All rope parameters, nested by layer type or not, with changes to the layers that see far."""
+        parameters: dict[str, Any] = self.text["rope_parameters"]
+        if FULL in parameters:
+            return {**parameters, FULL: {**parameters[FULL], **changes}}
+        return {**parameters, **changes}
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """What a plain base's config lacks, for engines that take it as JSON."""
         return {"rope_parameters": self.text["rope_parameters"], "max_position_embeddings": self.maximum}

@@ -110,6 +110,40 @@ def test_the_rules_can_fail(home):
     assert scale != pytest.approx(revised["attention_factor"], rel=1e-2)
 
 
+def edited(folder: Path, change: Any) -> Any:
+    edit(folder / "config.json", change)
+    return read_saved(folder)
+
+
+def test_a_rope_nested_by_layer_type_is_handed_over_whole(tmp_path):
+    """Of which only the layers that see far get the scale."""
+    save_full(tmp_path / "model", "yarn-revised")
+
+    def nest(values: dict[str, Any]) -> None:
+        flat = values["rope_parameters"]
+        sliding = {"rope_type": "default", "rope_theta": 10000.0}
+        values["rope_parameters"] = {"full_attention": flat, "sliding_attention": sliding}
+
+    line = exporter("vllm")(edited(tmp_path / "model", nest)).lines[0]
+    told = json.loads(options(line)["--hf-overrides"])["rope_parameters"]
+    assert told["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert told["full_attention"]["long_mscale"] == told["full_attention"]["attention_factor"]
+
+
+def test_an_adapter_of_a_multimodal_base_is_merged(tmp_path):
+    save_adapter(tmp_path / "adapter", "yarn")
+
+    def wrap(values: dict[str, Any]) -> None:
+        text = dict(values)
+        values.clear()
+        values.update(model_type="some_vl", text_config=text)
+
+    saved = edited(tmp_path / "adapter", wrap)
+    for engine in ("vllm", "sglang"):
+        made = exporter(engine)(saved)
+        assert "merge_and_unload" in made.lines[0] and "text_config" in made.notes[-1]
+
+
 def test_a_lost_tokenizer_limit_is_told(home, tmp_path):
     save_full(tmp_path / "model", "linear")
     edit(tmp_path / "model" / "tokenizer_config.json", lambda values: values.update(model_max_length=32))

@@ -45,6 +45,15 @@ def quoted(saved: Saved) -> str:
     return shlex.quote(str(saved.path))
 
 
+def needs_merging(saved: Saved) -> str | None:
+    """Why an engine cannot put this adapter on its base, or None."""
+    if saved.adapter.get("modules_to_save"):
+        return f"the adapter has modules_to_save={saved.adapter['modules_to_save']}, which engines do not load"
+    if saved.composite:
+        return "the base's rope sits in its text_config, where an override on the command line does not reach"
+    return None
+
+
 def merged_path(saved: Saved) -> str:
     return str(saved.path / "merged")
 

@@ -10,7 +10,15 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from pose_plugin.serving.engines.common import Export, as_json, lora_named, merge_lines, merged_path, quoted
+from pose_plugin.serving.engines.common import (
+    Export,
+    as_json,
+    lora_named,
+    merge_lines,
+    merged_path,
+    needs_merging,
+    quoted,
+)
 from pose_plugin.serving.saved import Saved
 
 
@@ -30,20 +38,21 @@ def export(saved: Saved) -> Export:
     overrides: dict[str, Any] = {}
     if saved.kind == "longrope" and saved.rope.get("attention_factor") and not saved.rope.get("long_mscale"):
         scale = saved.rope["attention_factor"]
-        overrides = {"rope_parameters": {**saved.rope, "long_mscale": scale, "short_mscale": scale}}
+        overrides = {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}
         notes.append("SGLang computes longrope's scale of cos and sin by its own formula unless long_mscale says it")
     if abs(saved.extra_attention - 1) > 1e-6:
-        overrides = {"rope_parameters": {**saved.rope, "attn_factor": saved.extra_attention}}
+        overrides = {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}
         notes.append("SGLang does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1")
     limit = f"--context-length {saved.maximum}"
     told = f" --json-model-override-args {as_json(overrides)}" if overrides else ""
     start = "python -m sglang.launch_server --model-path"
     if saved.base is None:
         return Export([f"{start} {quoted(saved)} {limit}{told}"], notes)
-    if saved.adapter.get("modules_to_save"):
+    why = needs_merging(saved)
+    if why:
         merged = merged_path(saved)
-        notes.append(f"the adapter has modules_to_save={saved.adapter['modules_to_save']}, so it is merged")
-        return Export([*merge_lines(saved, merged), f"{start} {shlex.quote(merged)} {limit}{told}"], notes)
+        line = f"{start} {shlex.quote(merged)} {limit}{told}"
+        return Export([*merge_lines(saved, merged), line], [*notes, f"{why}: it is merged"])
     notes.append("the base's config has not the extension, so it is told here")
     return Export(
         [

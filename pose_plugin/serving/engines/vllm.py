@@ -11,7 +11,15 @@ import shlex
 from typing import Any
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.serving.engines.common import Export, as_json, lora_named, merge_lines, merged_path, quoted
+from pose_plugin.serving.engines.common import (
+    Export,
+    as_json,
+    lora_named,
+    merge_lines,
+    merged_path,
+    needs_merging,
+    quoted,
+)
 from pose_plugin.serving.saved import Saved
 
 # Their maximum stands in the config as it is meant; of the others it is multiplied by the factor.
@@ -73,7 +81,7 @@ def export(saved: Saved) -> Export:
     overrides = {}
     if saved.kind == "longrope" and saved.rope.get("attention_factor") and not saved.rope.get("long_mscale"):
         scale = saved.rope["attention_factor"]
-        overrides = {"rope_parameters": {**saved.rope, "long_mscale": scale, "short_mscale": scale}}
+        overrides = {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}
     notes = []
     if taken != saved.maximum:
         notes.append(f"without --max-model-len vLLM would take {taken}, not {saved.maximum}")
@@ -88,13 +96,12 @@ def export(saved: Saved) -> Export:
     if saved.base is None:
         line = f"vllm serve {quoted(saved)} {limit}"
         return Export([line + (f" --hf-overrides {as_json(overrides)}" if overrides else "")], notes)
-    if saved.adapter.get("modules_to_save"):
+    why = needs_merging(saved)
+    if why:
         merged = merged_path(saved)
-        notes.append(f"vLLM loads no adapter with modules_to_save={saved.adapter['modules_to_save']}, so it is merged")
-        line = f"vllm serve {shlex.quote(merged)} {limit}" + (
-            f" --hf-overrides {as_json(overrides)}" if overrides else ""
-        )
-        return Export([*merge_lines(saved, merged), line], notes)
+        line = f"vllm serve {shlex.quote(merged)} {limit}"
+        told = f" --hf-overrides {as_json(overrides)}" if overrides else ""
+        return Export([*merge_lines(saved, merged), line + told], [*notes, f"{why}: it is merged"])
     notes.append("the base's config has not the extension, so it is told here; its tokenizer's limit would count too")
     notes.append("vLLM before 0.24 on transformers 4 reads rope_scaling and rope_theta in place of rope_parameters")
     return Export(
