@@ -131,7 +131,10 @@ def on_cpu(strategy: str) -> None:
 
     PartialState._prepare_backend = prepare_backend
     if strategy == "fsdp2":
+        from transformers import training_args
+
         torch.cuda.set_device = lambda device: None  # Axolotl
+        training_args.is_torch_bf16_gpu_available = lambda: True
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed

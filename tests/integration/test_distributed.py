@@ -197,7 +197,7 @@ def test_weights_from_the_meta_device_bring_no_frequencies(run):
         assert "call pose_plugin.rope.restore_rope(model)" in rank.value["wrong"]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
 def test_bf16_leaves_the_frequencies_alone(run, tmp_path, strategy):
     """DeepSpeed casts the whole module, rotary buffers included; by 2⁻⁹ a position near 500 would be off by one."""
     case = Case("trl", strategy, "full")
@@ -207,8 +207,11 @@ def test_bf16_leaves_the_frequencies_alone(run, tmp_path, strategy):
     variables = {**distributed.environment(case), "ACCELERATE_MIXED_PRECISION": "bf16"}
     for rank in good_ranks(in_bf16, tmp_path, case, **variables):
         assert rank.value["frequencies"] == expected["frequencies"]
-        assert rank.value["dtype"] == "torch.bfloat16"
-        assert rank.value["losses"] == pytest.approx(expected["losses"], abs=2e-3)
+        # FSDP2 keeps float32 weights and computes in bf16.
+        assert rank.value["dtype"] == ("torch.float32" if strategy == "fsdp2" else "torch.bfloat16")
+        # FSDP2 returns the loss itself in bf16, whose steps are 1/32 here.
+        near = 1 / 64 + 2e-3 if strategy == "fsdp2" else 2e-3
+        assert rank.value["losses"] == pytest.approx(expected["losses"], abs=near)
 
 
 def in_bf16(folder, case):
