@@ -30,7 +30,7 @@ ROPES: dict[str, Any] = {
     "llama3": "llama3",
 }
 PAGE = Path(__file__).parent.parent / "docs" / "serving.md"
-HELPER = Path(__file__).with_name("with_llama_cpp.py")
+WITH_LLAMA_CPP = Path(__file__).with_name("with_llama_cpp.py")
 
 
 def save_model(folder: Path, rope: Any) -> None:
@@ -142,14 +142,14 @@ def passkey(folder: Path, home: str, python: str, place: Path, trials: int, leng
 
 def convert(folder: Path, home: str, place: Path) -> Path:
     file = place / f"{folder.name}.gguf"
-    run([sys.executable, str(HELPER), "convert", home, str(folder), str(file)])
+    run([sys.executable, str(WITH_LLAMA_CPP), "convert", home, str(folder), str(file)])
     return file
 
 
 def ask(file: Path, python: str, rows: list[dict[str, Any]], place: Path) -> Any:
     asked, answered = place / "rows.json", place / "answers.npz"
     asked.write_text(json.dumps(rows))
-    run([python, str(HELPER), "logits", str(file), str(asked), str(answered)])
+    run([python, str(WITH_LLAMA_CPP), "logits", str(file), str(asked), str(answered)])
     return np.load(answered)
 
 

@@ -19,6 +19,7 @@ from pose_plugin.serving.compare import CheckReport
 from pose_plugin.serving.folder import RECORD, read_record
 from pose_plugin.serving.probe import read_probe
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -45,7 +46,7 @@ def check_folder(
         base: where the base is, if not where adapter_config.json says.
         like: the folder whose record and probe count, for a merged model that has none of its own.
         device: "cpu", "cuda", …
-        dtype: load in this type instead of the trained one.
+        dtype: "float32", "bfloat16" or "float16", instead of the trained type.
         trust_remote_code: let the folder's own code run.
         python: interpreter of another environment, e.g. one with transformers 4; this package need not be there.
         timeout: seconds for the reload.
@@ -53,6 +54,8 @@ def check_folder(
     Raises:
         PoSEError: no such folder, or one that no run of this package has saved.
     """
+    if dtype is not None and dtype not in _DTYPES:
+        raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
     path, reference = Path(folder), Path(like or folder)
     record = _record(path, reference)
     report = CheckReport(str(folder))

@@ -104,7 +104,12 @@ def maximum(report: CheckReport, answer: Mapping[str, Any], target: int) -> None
 
 def tokenizer(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:
     if "tokenizer_error" in answer:
-        report.add("tokenizer", False, f"it does not load: {answer['tokenizer_error']}. Save it into the folder")
+        mend = "Save it into the folder"
+        if "TokenizersBackend" in answer["tokenizer_error"]:
+            mend = (
+                "transformers 4 does not know what transformers 5 saves; `pose-plugin export … --form 4` writes a copy"
+            )
+        report.add("tokenizer", False, f"it does not load: {answer['tokenizer_error'].rstrip('.')}. {mend}")
     elif "tokenizer" in answer:
         found = answer["tokenizer"]
         good = found >= target

@@ -267,9 +267,10 @@ def test_load_extended_merges_without_repair_of_the_config(home, tmp_path, here)
         (["{tmp}"], ["neither config.json nor adapter_config.json"]),
         (["{home}/base"], ["has no pose.json", "--like ADAPTER"]),
         (["{home}/full", "--repair"], ["--like"]),
+        (["{home}/full", "--dtype", "fp16"], ["--dtype fp16 is unknown", "float16"]),
         (["{home}/full", "--python", "{tmp}/python"], ["--python", "does not run"]),
     ],
-    ids=["no folder", "empty folder", "not ours", "repair like what", "no interpreter"],
+    ids=["no folder", "empty folder", "not ours", "repair like what", "no such type", "no interpreter"],
 )
 def test_bad_input(home, tmp_path, capsys, arguments, words):
     assert main(["check", *(each.format(tmp=tmp_path, home=home) for each in arguments)]) == 2
