@@ -259,6 +259,41 @@ def test_what_is_replaced_is_stated():
     assert plan.after == "yarn, theta 500000, factor 32, from 8192; window 262144"
 
 
+SCALED_BASES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    "llama3": {**LLAMA3, "factor": 4.0, "original_max_position_embeddings": 2048},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "long_factor": [4.0] * 8,
+        "short_factor": [1.0] * 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("base", SCALED_BASES)
+def test_scaled_bases_of_others(base, kind):
+    """What a checkpoint without our record has is replaced, said so, and computed from its own original and theta."""
+    config = llama(
+        hidden_size=32,
+        num_attention_heads=2,
+        max_position_embeddings=8192,
+        rope_parameters={**SCALED_BASES[base], "rope_theta": 5e5},
+    )
+    plan = plan_rope(config, 32768, settings(kind))
+    assert (plan.original_length, plan.factor, plan.original_theta) == (2048, 16.0, 5e5)
+    plain = llama(hidden_size=32, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert plan.rope_parameters == plan_rope(plain, 32768, settings(kind)).rope_parameters
+    said = " ".join(plan.notes)
+    assert (
+        f"replaces the model's own scaling ({base}, theta 500000, factor 4" in said
+        and "nothing is scaled twice" in said
+    )
+
+
 def test_a_target_inside_the_present_window_is_pointed_out():
     config = llama(max_position_embeddings=131072, rope_parameters=dict(LLAMA3))
     plan = plan_rope(config, 65536, "yarn")
