@@ -191,6 +191,28 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask):
     assert difference(once[:, ~beacon], read) <= 1e-4
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    "changes", [{}, {"mask": "segmentation"}, {"mask": "full"}, {"layout": "v2"}], ids=["stepwise", "seg", "full", "v2"]
+)
+@torch.no_grad()
+def test_memory_stands_at_its_slots(rope, changes):
+    """Of the first layer, a beacon's key depends on nothing but its place: in memory that is 0, 1, 2, …"""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    model = make_beacon("qwen3", rope=rope, **changes)
+    cache = model.condense(make_ids(60), ratios=None if changes.get("layout") else [2, 8, 4, 2, 8, 4, 4])
+    decoder = model.base_model.model.model
+    attention = decoder.layers[0].self_attn
+    hidden = decoder.layers[0].input_layernorm(model.base_model.embedding.row())
+    key = attention.k_norm(attention.k_proj.beacon_proj["default"](hidden).view(1, 1, 2, 8)).transpose(1, 2)
+    slots = key.expand(-1, -1, cache.len_memory, -1)
+    cos, sin = decoder.rotary_emb(slots, torch.arange(cache.len_memory)[None])
+    expected = apply_rotary_pos_emb(slots, slots, cos, sin)[1]
+    assert cache.len_memory >= 14
+    assert difference(torch.cat([piece[0][0] for piece in cache.pieces], dim=2), expected) <= 2e-5
+
+
 @torch.no_grad()
 def test_documents_do_not_touch_each_other():
     first, second = make_ids(30, seed=1), make_ids(27, seed=2)
