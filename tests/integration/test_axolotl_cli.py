@@ -97,6 +97,7 @@ def test_preprocess_train_merge(home):
     assert json.loads((out / "merged" / "pose.json").read_text())["target_length"] == 512
     assert not (out / "merged" / "adapter_config.json").exists()
     assert list((out / "merged").glob("*.safetensors"))
+    assert f"{out / 'merged'}: passed" in good(home, "pose-plugin", "check", str(out / "merged"))
 
 
 def test_one_process_and_two_draw_the_same(home):
