@@ -21,13 +21,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "example_configs"
 BASE = CONFIGS / "quickstart" / "base"
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
-STEPS, TARGET, WINDOW, ROWS = 20, 2048, 128, 8
+STEPS, TARGET, WINDOW = 20, 2048, 128
 FSDP2 = {
     "fsdp_version": 2,
     "fsdp_config": {
@@ -53,12 +53,15 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        _rows(home / "rows.jsonl")
+        # Rows a step, the same for one process and for many.
+        rows = math.lcm(8, processes)
+        _data(home / "rows.jsonl", STEPS * rows)
         for framework, adapters in {"trl": ("full", "lora"), "axolotl": ("full", "lora", "qlora")}.items():
             for adapter in adapters if framework in args.frameworks.split(",") else ():
                 alone: list[float] = []
                 for strategy in ("single", *args.only.split(",")):
-                    found = _run(home, framework, strategy, adapter, 1 if strategy == "single" else processes, args.cpu)
+                    many = 1 if strategy == "single" else processes
+                    found = _run(home, framework, Run(strategy, adapter, many, rows // many, args.cpu))
                     alone = alone or found["losses"]
                     problems = _problems(found, alone)
                     wrong += bool(problems)
@@ -68,12 +71,19 @@ def main() -> int:
     return int(wrong > 0)
 
 
-def _run(home: Path, framework: str, strategy: str, adapter: str, processes: int, cpu: bool) -> dict[str, Any]:
-    out = home / f"{framework}-{strategy}-{adapter}"
-    command = (_trl if framework == "trl" else _axolotl)(home, out, strategy, adapter, processes, cpu)
+class Run(NamedTuple):
+    strategy: str
+    adapter: str
+    processes: int
+    batch: int  # rows a step and process
+    cpu: bool
+
+
+def _run(home: Path, framework: str, run: Run) -> dict[str, Any]:
+    out = home / f"{framework}-{run.strategy}-{run.adapter}"
+    command = (_trl if framework == "trl" else _axolotl)(home, out, run)
     began = time.monotonic()
-    # Rows a step are the same for every number of processes.
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(cpu))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(run))
     output = done.stdout + done.stderr
     (home / f"{out.name}.log").write_text(output)
     return {
@@ -83,7 +93,7 @@ def _run(home: Path, framework: str, strategy: str, adapter: str, processes: int
         "losses": [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", output)],
         "tensors": _tensors(out),
         "config": json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {},
-        "adapter": adapter,
+        "adapter": run.adapter,
         "seconds": round(time.monotonic() - began),
     }
 
@@ -108,13 +118,13 @@ def _problems(found: dict[str, Any], alone: list[float]) -> list[str]:
     return problems
 
 
-def _trl(home: Path, out: Path, strategy: str, adapter: str, processes: int, cpu: bool) -> list[str]:
+def _trl(home: Path, out: Path, run: Run) -> list[str]:
     script = [str(CONFIGS / "trl_sft.py"), "--data", str(home / "rows.jsonl"), "--output", str(out)]
-    script += ["--steps", str(STEPS), "--batch-size", str(ROWS // processes), "--target-length", str(TARGET)]
-    script += ["--lora"] * (adapter == "lora")
-    if strategy == "single":
+    script += ["--steps", str(STEPS), "--batch-size", str(run.batch), "--target-length", str(TARGET)]
+    script += ["--lora"] * (run.adapter == "lora")
+    if run.strategy == "single":
         return [sys.executable, *script]
-    file = CONFIGS / "accelerate" / f"{strategy}.yaml"
+    file = CONFIGS / "accelerate" / f"{run.strategy}.yaml"
     launch = [
         sys.executable,
         "-m",
@@ -124,19 +134,19 @@ def _trl(home: Path, out: Path, strategy: str, adapter: str, processes: int, cpu
         "--main_process_port",
         "0",
     ]
-    return [*launch, "--num_processes", str(processes), *["--mixed_precision", "no"] * cpu, *script]
+    return [*launch, "--num_processes", str(run.processes), *["--mixed_precision", "no"] * run.cpu, *script]
 
 
-def _axolotl(home: Path, out: Path, strategy: str, adapter: str, processes: int, cpu: bool) -> list[str]:
+def _axolotl(home: Path, out: Path, run: Run) -> list[str]:
     values: dict[str, Any] = {
         "base_model": str(BASE),
-        "plugins": ["pose_plugin", *["tests.integration.recorder.OnCPU"] * cpu],
+        "plugins": ["pose_plugin", *["tests.integration.recorder.OnCPU"] * run.cpu],
         "pose": {"target_length": TARGET, "train_length": WINDOW, "rope": "yarn", "content": "skip"},
         "datasets": [{"path": str(home / "rows.jsonl"), "ds_type": "json", "type": None}],
         "sequence_len": 256,
         "output_dir": str(out),
         "dataset_prepared_path": str(out) + "-prepared",
-        "micro_batch_size": ROWS // processes,
+        "micro_batch_size": run.batch,
         "gradient_accumulation_steps": 1,
         "max_steps": STEPS,
         "learning_rate": 1e-3,
@@ -145,42 +155,48 @@ def _axolotl(home: Path, out: Path, strategy: str, adapter: str, processes: int,
         "logging_steps": 10,
         "seed": 42,
         "attn_implementation": "sdpa",
-        "bf16": not cpu,
+        "bf16": not run.cpu,
         "fp16": False,
         "tf32": False,
-        "gradient_checkpointing": not cpu,
+        "gradient_checkpointing": not run.cpu,
     }
-    if adapter != "full":
-        values |= {"adapter": adapter, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_linear": True}
+    if run.adapter != "full":
+        values |= {
+            "adapter": run.adapter,
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "lora_dropout": 0.0,
+            "lora_target_linear": True,
+        }
         values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
-    if adapter == "qlora":
+    if run.adapter == "qlora":
         # ZeRO-3 and FSDP divide weights of one type only: 4-bit weights are kept as the others are.
-        storage = "float32" if cpu else "bfloat16"
+        storage = "float32" if run.cpu else "bfloat16"
         values |= {"load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_storage": storage}}
-    if strategy.startswith("zero"):
-        values["deepspeed"] = str(CONFIGS / "deepspeed" / f"{strategy}.json")
-    if strategy == "fsdp2":
+    if run.strategy.startswith("zero"):
+        values["deepspeed"] = str(CONFIGS / "deepspeed" / f"{run.strategy}.json")
+    if run.strategy == "fsdp2":
         values |= FSDP2
     path = home / f"{out.name}.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
     train = [sys.executable, "-m", "axolotl.cli.main", "train", str(path), "--launcher"]
-    if strategy == "single":
+    if run.strategy == "single":
         return [*train, "python"]
     return [
         *train,
         "torchrun",
         "--",
-        f"--nproc_per_node={processes}",
+        f"--nproc_per_node={run.processes}",
         "--rdzv_backend=c10d",
         "--rdzv_endpoint=localhost:0",
     ]
 
 
-def _rows(path: Path) -> None:
+def _data(path: Path, rows: int) -> None:
     """Texts of one length with something to learn: each token follows from the one before."""
     picker = random.Random(0)
     with path.open("w") as file:
-        for _ in range(STEPS * ROWS):
+        for _ in range(rows):
             start, step = picker.randrange(500), picker.choice((3, 7))
             ids = [(start + i * step) % 500 + 2 for i in range(200)]
             file.write(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}) + "\n")
@@ -197,11 +213,14 @@ def _tensors(folder: Path) -> dict[str, int]:
     return found
 
 
-def _environment(cpu: bool) -> dict[str, str]:
+def _environment(run: Run) -> dict[str, str]:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
     # Axolotl looks for torchrun there.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return variables | ({"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+    if run.cpu:
+        return variables | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    # One process would spread its batch over all GPUs that it sees.
+    return variables | ({"CUDA_VISIBLE_DEVICES": "0"} if run.strategy == "single" else {})
 
 
 def _gpus() -> int:
