@@ -18,6 +18,8 @@ from pose_plugin.beacon import (
     find_tuner,
     set_ratio_step,
 )
+from pose_plugin.beacon.cache import IntervalView
+from pose_plugin.beacon.layout import lay_out
 from pose_plugin.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
 
@@ -349,3 +351,17 @@ def test_figures_for_trainers(tokens):
     assert counted.num_correct_tokens.item() == figures.is_top1.sum().item()
     assert counted.entropy_sum.item() == pytest.approx((entropy * mask).sum().item(), rel=1e-5)
     assert counted.loss.item() == plain.loss.item()
+
+
+def test_writing_again_changes_nothing():
+    """What checkpointing does in the backward pass: the view gives the same keys and keeps nothing new."""
+    keys = torch.randn(1, 1, 2, 4)
+    past = torch.randn(1, 1, 3, 4)
+    view = IntervalView(lay_out(3, (), 2, interval=4), [[(past, past)]])
+    first = view.update(keys, keys, 0)
+    assert torch.equal(first[0], torch.cat([past, keys], dim=2))
+    written = view.seal()
+    assert torch.equal(written[0][0], keys)
+    assert torch.equal(view.update(keys, keys, 0)[0], first[0])
+    assert view.written == {}
+    assert (view.get_seq_length(), view.get_mask_sizes(2, 0)) == (3, (5, 0))
