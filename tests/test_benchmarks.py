@@ -137,3 +137,13 @@ def test_coverage_agrees_with_the_published_table():
     chance = committed("coverage")["chance"]
     for name, values in expected.items():
         assert np.abs(np.array(chance[name]) - values).max() < 0.025
+
+
+def test_the_gpu_checks_run_on_a_cpu(tmp_path):
+    """The script that waits for a GPU is not stale: its short form passes here."""
+    pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
+    command = [sys.executable, str(FOLDER / "gpu" / "checks.py"), "--device", "cpu", "--quick"]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    verdicts = json.loads((tmp_path / "gpu.json").read_text())["checks"]
+    assert len(verdicts) > 5 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}

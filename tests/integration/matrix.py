@@ -87,9 +87,9 @@ def documents_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     """(row, begin, end) of every document: one a row where a mask says so, else cut where positions restart."""
     found = []
     mask = batch.get("attention_mask")
-    for row, positions in enumerate(batch["position_ids"].numpy()):
+    for row, positions in enumerate(batch["position_ids"].cpu().numpy()):
         if mask is not None:
-            used = np.flatnonzero(mask[row].numpy())
+            used = np.flatnonzero(mask[row].cpu().numpy())
             found.append((row, int(used[0]), int(used[-1]) + 1))
             continue
         cuts = [0, *(np.flatnonzero(np.diff(positions) < 1) + 1).tolist(), len(positions)]
@@ -98,12 +98,12 @@ def documents_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
-def effect(model: Any, batch: dict[str, Any], jumps: bool) -> Effect:
+def effect(model: Any, batch: dict[str, Any], jumps: bool = True) -> Effect:
     """Looks at the document of the batch that has a jump with most neighbours before it."""
     import torch
 
     documents = documents_of(batch)
-    places = batch["position_ids"].numpy()
+    places = batch["position_ids"].cpu().numpy()
     row, begin, end, jump = next(
         (row, a, b, a + cut)
         for row, a, b in sorted(documents, key=lambda each: each[1], reverse=True)
@@ -121,7 +121,7 @@ def effect(model: Any, batch: dict[str, Any], jumps: bool) -> Effect:
         embedded.append(out)
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
-    flex = model.config._attn_implementation == "flex_attention"
+    flex = model.config._attn_implementation == "flex_attention" and batch["input_ids"].device.type == "cpu"
     # flex_attention is run as it is: its compiled form takes a minute on a CPU and gives the same numbers.
     stance: Any = torch.compiler.set_stance("force_eager") if flex else nullcontext()
     try:

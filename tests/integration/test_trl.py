@@ -443,10 +443,10 @@ def test_padding_free_rows_with_a_foreign_collator(tmp_path):
 def test_an_attention_function_that_cannot_be_packed(tmp_path):
     def case():
         trainer = trl_runs.sft(tmp_path, packing=True)
-        trainer.model.config._attn_implementation = "xformers"
+        trainer.model.config._attn_implementation = "sage"
         trainer.train()
 
-    refused(case, "PoSEError: attn_implementation=xformers")
+    refused(case, "PoSEError: attn_implementation=sage")
 
 
 def test_a_mask_that_is_lost_stops_the_run(tmp_path):

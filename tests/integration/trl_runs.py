@@ -43,7 +43,7 @@ def chats() -> list[dict[str, Any]]:
     ]
 
 
-def make_model(folder: Path, extended: bool = True, attention: str = "sdpa") -> tuple[Any, Any]:
+def make_model(folder: Path, extended: bool = True, attention: str = "sdpa", **shape: Any) -> tuple[Any, Any]:
     """The base in `folder/base` (made once), built for the target, and its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -51,7 +51,7 @@ def make_model(folder: Path, extended: bool = True, attention: str = "sdpa") -> 
 
     base = folder / "base"
     if not base.exists():
-        make_llama().save_pretrained(base)
+        make_llama(**shape).save_pretrained(base)
         make_tokenizer().save_pretrained(base)
     config = AutoConfig.from_pretrained(base)
     if extended:
@@ -71,6 +71,7 @@ def sft(
     chat_template: str | None = None,
     collate: Any = None,
     share: Any = None,
+    shape: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
     """An SFTTrainer of 2 epochs of 4 steps; `share` is a collator that was used before."""
@@ -99,7 +100,7 @@ def sft(
     data = Dataset.from_list(rows or texts())
     # Before the model: ZeRO-3 divides a model while it is loaded only if it is known by then.
     args = SFTConfig(**values)
-    model, tokenizer = make_model(folder, extended, attention)
+    model, tokenizer = make_model(folder, extended, attention, **(shape or {}))
     tokenizer.chat_template = chat_template
     # Loading may or may not draw random numbers, and an adapter is made next.
     torch.manual_seed(0)
