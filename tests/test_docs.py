@@ -164,3 +164,12 @@ def test_evaluate_command_of_readme_is_complete():
     for line in lines:
         # Every argument is accepted; only the model is not here.
         assert main(line[1:]) == 2
+
+
+def test_unsloth_snippet(tmp_path, monkeypatch):
+    (snippet,) = blocks(ROOT / "docs" / "verified.md", "python")
+    monkeypatch.chdir(tmp_path)
+    make_llama(max_position_embeddings=2048).save_pretrained("base")
+    names = {"base": "base"}
+    exec(snippet, names)
+    assert json.loads(Path(names["folder"], "config.json").read_text())["max_position_embeddings"] == 32768

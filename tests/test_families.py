@@ -6,6 +6,8 @@ Rows of the table are tiny random models of the real classes; what cannot work i
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import PoSEError, SelfTestError
 from pose_plugin.rope import extend_context, verify_rope
 from pose_plugin.selftest import self_test
+from tests.reference_kernels import flash_attention
 from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build
 from tests.test_attention import stack_single
 from tests.test_collator import stack_packs
@@ -156,3 +159,31 @@ def test_refused_by_name(name):
     with pytest.raises(PoSEError) as error:
         extend_context(config, 1 << 20, rope="yarn")
     assert words in str(error.value)
+
+
+def test_the_page_names_them_all():
+    page = (Path(__file__).parent.parent / "docs" / "verified.md").read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^\| (verified, packed or not|verified one .*?|refused by name) \| (.*?) \|$", page, re.M))
+    good, mixed, refused = (value.split(", ") for value in lines.values())
+    assert good == sorted(set(FAMILIES) - set(MIXES)) and mixed == sorted(MIXES)
+    assert refused == sorted(name for name in REFUSED if name != "gptj")
+
+
+@pytest.mark.parametrize("name, attention", [("gpt_oss", "flash_attention_3"), ("falcon", "flash_attention_2")])
+def test_flash_attention_tells_them_apart(monkeypatch, name, attention):
+    """On a kernel of plain PyTorch; gpt-oss would load its own from the hub, Falcon imports its only if it is there."""
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.models.falcon import modeling_falcon
+
+    monkeypatch.setattr(modeling_falcon, "_flash_attention_forward", utils._flash_attention_forward, raising=False)
+    make, rope = FAMILIES[name]
+    with flash_attention():
+        config = extend_context(make(), TARGET, rope)
+        build_with = "eager" if name == "gpt_oss" else attention
+        model = t.AutoModelForCausalLM.from_config(config, attn_implementation=build_with)
+        model.config._attn_implementation = attention
+        model.config.use_cache = False
+        one_row = collator(packed=True)
+        one_row.one_row = True
+        report = self_test(model, one_row, pack="lists")
+    assert report.after_jump > 0.0 and report.neighbour == 0.0 and report.attention == attention

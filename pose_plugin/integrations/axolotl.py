@@ -195,6 +195,12 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
                 "above one row anew, without jumps, and finds documents by rules of its own. "
                 f"Set {key}: 1: PoSE rows are short, and data parallelism or ZeRO-3/FSDP uses the devices"
             )
+    if (cfg.get("fsdp_config") or cfg.get("fsdp_version")) and cfg.get("adapter") and cfg.get("lora_modules_to_save"):
+        log.warning(
+            "lora_modules_to_save=%s under FSDP2: Axolotl 0.19 and 0.21 end in a KeyError when they save, after the "
+            "training. Use DeepSpeed ZeRO-3 (deepspeed: …/zero3.json), or leave lora_modules_to_save out",
+            cfg.get("lora_modules_to_save"),
+        )
     window, sequence_len = settings.train_length, cfg.get("sequence_len")
     if window is not None and sequence_len and window > sequence_len:
         raise PoSEError(

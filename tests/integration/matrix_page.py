@@ -52,7 +52,7 @@ def write(framework: str, table: Table) -> None:
 
 
 # Without packing, Axolotl puts a forward of its own into Llama, which does not fit current transformers.
-NOT_A_ROUTE = "fails in Axolotl itself"
+NOT_A_ROUTE = "refused: Axolotl's own forward fails"
 
 
 def read(framework: str) -> Table:

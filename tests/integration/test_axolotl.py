@@ -691,8 +691,17 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
             },
             ["sequence_len=1024", "beyond pose.target_length=512"],
         ),
+        (
+            {
+                **LORA,
+                "lora_modules_to_save": ["embed_tokens"],
+                "fsdp_version": 2,
+                "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+            },
+            ["lora_modules_to_save=['embed_tokens'] under FSDP2", "KeyError", "ZeRO-3"],
+        ),
     ],
-    ids=["tails are not read", "evaluation beyond the target"],
+    ids=["tails are not read", "evaluation beyond the target", "whole modules under FSDP2"],
 )
 def test_what_is_likely_a_mistake_is_warned_about(runs, changes, words):
     output = forked(load_cfg, runs.yaml("warned", **changes)).output

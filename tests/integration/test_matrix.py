@@ -74,3 +74,21 @@ def test_the_probe_sees_documents_mixed(tmp_path):
     assert forked(leaking, values).value == {"neighbours seen"}
     with pytest.raises(AssertionError, match="packed documents see each other"):
         forked(leaking, {**values, "pose": {"target_length": 512, "rope": "linear"}})
+
+
+def in_blocks(values):
+    """Axolotl's own sdpa for packed rows, which it puts in on bf16 GPUs, as it works where its kernel cannot."""
+    from axolotl.monkeypatch.attention.sdpa_varlen import patch_sdpa_varlen
+
+    assert patch_sdpa_varlen()
+    effects = matrix.axolotl_effects(values, "sample_packing", ("sdpa",))
+    return {seen.verdict() for seen in effects.values()}
+
+
+@pytest.mark.axolotl
+def test_axolotls_own_masks_of_packed_rows(tmp_path):
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
+    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+
+    import_axolotl()
+    assert forked(in_blocks, base_yaml(tmp_path, **matrix.AXOLOTL["sample_packing"])).value == {"verified"}
