@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pose_plugin.config import PoSESettings, RopeSettings
+from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings
 
 HEAD = """# Options
 
@@ -32,6 +32,10 @@ def _type(annotation: object) -> str:
     if annotation is RopeSettings:
         return "name or block"
     text = str(annotation)
+    if "EvaluateSettings" in text:
+        return "block"
+    if text.startswith("list["):
+        return f"list of {'names' if 'Literal[' in text else 'integers' if 'int' in text else 'paths'}"
     if "Literal[" in text:
         return text[text.index("Literal[") + 8 : text.rindex("]")].replace("'", "`")
     for name, word in {"bool": "true or false", "int": "integer", "float": "number", "str": "path"}.items():
@@ -42,7 +46,8 @@ def _type(annotation: object) -> str:
 
 def page() -> str:
     rope = "\n\n## The block `rope:`\n\n`rope: yarn` is short for `rope: {type: yarn}`.\n\n"
-    return HEAD + table(PoSESettings) + rope + table(RopeSettings) + "\n"
+    evaluate = "\n\n## The block `evaluate:`\n\nSee [evaluation](evaluation.md).\n\n"
+    return HEAD + table(PoSESettings) + rope + table(RopeSettings) + evaluate + table(EvaluateSettings) + "\n"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pose_plugin.errors import PoSEError
 RopeType = Literal["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"]
 SamplerName = Literal["pose", "clamped", "randpos", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
+Measure = Literal["passkey", "perplexity", "needle", "topics", "gap"]
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 # The upper end is what a position can be on every backend, 32-bit kernels included.
@@ -68,6 +69,42 @@ class RopeSettings(_Strict):
         return self
 
 
+class EvaluateSettings(_Strict):
+    """What is measured while training, on plain positions, and logged as `passkey/2048`, `perplexity/2048`, …"""
+
+    every: PositiveInt | None = Field(None, description="steps from one measurement to the next; default: none between")
+    at_start: bool = Field(False, description="measure before the first step")
+    at_end: bool = Field(True, description="measure after the last step")
+    tasks: list[Measure] | None = Field(
+        None, description="what is measured; default: passkey, and perplexity where there are texts"
+    )
+    lengths: list[PositiveInt] | None = Field(
+        None, description="tokens of prompts and windows; default: train_length, doubled up to target_length"
+    )
+    texts: list[str] = Field([], description="files of UTF-8 text, one document each, for perplexity and gap")
+    trials: PositiveInt = Field(10, description="prompts a length (needle: 5 depths share them)")
+    max_windows: PositiveInt = Field(10, description="windows a length for perplexity and gap")
+    batch_size: PositiveInt | None = Field(None, description="sequences in one forward; default: about 16k tokens")
+    seed: StrictInt = Field(0, description="of keys and depths; every measurement asks the same prompts")
+
+    @field_validator("tasks", "lengths", "texts", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> EvaluateSettings:
+        for name in ("tasks", "lengths"):
+            if getattr(self, name) == []:
+                raise ValueError(f"evaluate.{name} is empty; name some, or remove the key for the default")
+        unread = [task for task in self.tasks or () if task in ("perplexity", "gap") and not self.texts]
+        if unread:
+            raise ValueError(f"evaluate.tasks={unread[0]} needs evaluate.texts, files with text to measure on")
+        if self.every is None and not self.at_start and not self.at_end:
+            raise ValueError("evaluate never measures: set every, at_start or at_end, or remove the block")
+        return self
+
+
 class PoSESettings(_Strict):
     """The `pose:` block. The same fields are the keyword arguments of `PoSECollator`."""
 
@@ -94,6 +131,10 @@ class PoSESettings(_Strict):
     )
     seed: StrictInt = Field(0, description="positions are a function of (seed, epoch, the document's tokens)")
     self_test: bool = Field(True, description="prove on the first batch that the chunks see each other")
+    # Not part of what a saved folder records: it changes nothing that is trained, and names files of this machine.
+    evaluate: EvaluateSettings | None = Field(
+        None, exclude=True, description="retrieval and perplexity by length, measured while training"
+    )
 
     @field_validator("rope", mode="before")
     @classmethod
@@ -119,6 +160,11 @@ class PoSESettings(_Strict):
             raise ValueError(
                 f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
                 f"chunks={self.chunks}; write content: window, which takes one piece from anywhere in the document"
+            )
+        if self.evaluate is not None and self.evaluate.lengths is None and self.train_length is None:
+            raise ValueError(
+                "evaluate.lengths is missing, and without train_length its default is not known; name lengths in "
+                f"tokens, e.g. lengths: [{max(1, self.target_length // 4)}, {self.target_length}]"
             )
         for name in ("chunks", "variant"):
             if self.sampler in ("none", "randpos") and name in self.model_fields_set:
@@ -156,7 +202,8 @@ def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -
 
 def _sentence(item: Any, where: str) -> str:
     path = [str(part) for part in item["loc"]]
-    model = RopeSettings if path[:1] == ["rope"] else PoSESettings
+    blocks: dict[str, type[BaseModel]] = {"rope": RopeSettings, "evaluate": EvaluateSettings}
+    model = blocks.get(path[0], PoSESettings) if len(path) > 1 else PoSESettings
     field = model.model_fields.get(path[-1]) if path else None
     key = ".".join([where, *path])
     kind = item["type"]

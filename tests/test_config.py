@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from pose_plugin.config import PoSESettings, RopeSettings, parse_settings
+from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings, parse_settings
 from pose_plugin.errors import PoSEError
 
 ROPES = "'linear', 'ntk', 'base', 'yarn', 'yarn-revised', 'llama3', 'longrope', 'dynamic', 'auto' or 'none'"
 KEYS = (
     "target_length, train_length, rope, sampler, chunks, variant, content, mask_seam, unskipped_ratio, "
-    "target_margin, seed, self_test"
+    "target_margin, seed, self_test, evaluate"
 )
 ROPE_KEYS = (
     "type, factor, theta, original_length, beta_fast, beta_slow, attention_factor, low_freq_factor, "
     "high_freq_factor, factors_file"
 )
+EVALUATE_KEYS = "every, at_start, at_end, tasks, lengths, texts, trials, max_windows, batch_size, seed"
+EVERY = "steps from one measurement to the next; default: none between"
 CHUNKS = "N, the chunks of a window (sampler pose)"
 DESCRIPTION = RopeSettings.model_fields["type"].description
 NAMES = "linear, ntk, base, yarn, yarn-revised, llama3, longrope, dynamic, auto, none"
@@ -46,6 +48,25 @@ REFUSED = [
     ({"target_length": float("inf")}, f"pose.target_length=inf: input should be a valid integer ({TARGET})"),
     ({"target_lenght": 5}, f"pose.target_lenght=5 is not a known key. Known keys: {KEYS}"),
     ({"rope": {"teta": 5.0}}, f"pose.rope.teta=5.0 is not a known key. Known keys: {ROPE_KEYS}"),
+    ({"evaluate": {"evry": 5}}, f"pose.evaluate.evry=5 is not a known key. Known keys: {EVALUATE_KEYS}"),
+    (
+        {"evaluate": {"every": 0}},
+        f"pose.evaluate.every=0: input should be greater than or equal to 1 ({EVERY})",
+    ),
+    (
+        {"evaluate": {"tasks": "gap"}, "train_length": 64},
+        "pose: evaluate.tasks=gap needs evaluate.texts, files with text to measure on",
+    ),
+    (
+        {"evaluate": {"at_end": False}, "train_length": 64},
+        "pose: evaluate never measures: set every, at_start or at_end, or remove the block",
+    ),
+    ({"evaluate": {"lengths": []}}, "pose: evaluate.lengths is empty; name some, or remove the key for the default"),
+    (
+        {"evaluate": {}},
+        "pose: evaluate.lengths is missing, and without train_length its default is not known; name lengths in "
+        "tokens, e.g. lengths: [256, 1024]",
+    ),
     ({"rope": "yarnn"}, f"pose.rope.type='yarnn': input should be {ROPES}{KIND}"),
     ({"rope": {"type": 3}}, f"pose.rope.type=3: input should be {ROPES}{KIND}"),
     (
@@ -184,6 +205,7 @@ def test_settings_pass_through_and_cannot_be_changed():
     [
         PoSESettings,
         RopeSettings,
+        EvaluateSettings,
     ],
 )
 def test_every_field_is_described(model):

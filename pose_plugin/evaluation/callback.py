@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
+from pose_plugin.config import EvaluateSettings, PoSESettings
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.passkey import passkey
-from pose_plugin.evaluation.perplexity import perplexity
+from pose_plugin.evaluation.passkey import PasskeyBuilder, documents, passkey
+from pose_plugin.evaluation.perplexity import perplexity, tokenised
 from pose_plugin.log import log
 
 
 class EvaluationCallback(TrainerCallback):
     """Measures every so many steps and at the end, and logs `passkey/2048`, `perplexity/2048`, …
 
-    The collator rewrites positions of training batches only; here the model gets plain ones. Every rank does
-    the same forwards, since under ZeRO-3 and FSDP none can do one alone. Model modes and random states are as
+    The collator rewrites positions of training batches only; here the model gets plain ones. Every rank measures by
+    itself and the first one logs. Model modes and random states are as
     before afterwards, so a run with this callback trains exactly like one without.
+
+    What cannot work is refused before the first step. A measurement that fails later (out of memory, say) is told in
+    a warning and the training goes on: a run is worth more than a look at it.
 
     Args:
         tokenizer: default: the trainer's processing class.
@@ -32,12 +38,15 @@ class EvaluationCallback(TrainerCallback):
         at_end: whether to measure after the last step.
         passkey_options: more arguments of `passkey`, e.g. {"trials": 20}.
         perplexity_options: more arguments of `perplexity`, e.g. {"max_windows": 50}.
+        more: further measures by name, functions of (model, tokenizer) whose result has `metrics()` and `definition`.
 
     Attributes:
         results: (step, PasskeyResult or None, PerplexityResult or None) of each measurement.
+        more_results: (step, {name: result}) of each measurement.
 
     Raises:
-        PoSEError: nothing to measure, perplexity without texts, every < 1.
+        PoSEError: nothing to measure, perplexity without texts, every < 1; before the first step also prompts or
+            texts that do not fit, no tokenizer, and weights that are divided among processes (ZeRO-3, FSDP).
 
     Example:
         >>> trainer.add_callback(EvaluationCallback(passkey_lengths=[2048, 8192, 32768], every=100))
@@ -54,8 +63,9 @@ class EvaluationCallback(TrainerCallback):
         at_end: bool = True,
         passkey_options: dict[str, Any] | None = None,
         perplexity_options: dict[str, Any] | None = None,
+        more: dict[str, Callable[[Any, Any], Any]] | None = None,
     ) -> None:
-        if not passkey_lengths and not perplexity_lengths:
+        if not passkey_lengths and not perplexity_lengths and not more:
             raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths or perplexity_lengths")
         if perplexity_lengths and not texts:
             raise PoSEError(f"perplexity_lengths={list(perplexity_lengths)} needs texts to measure on")
@@ -70,9 +80,12 @@ class EvaluationCallback(TrainerCallback):
         self.every, self.at_start, self.at_end = every, at_start, at_end
         self.passkey_options = {"progress": False, **(passkey_options or {})}
         self.perplexity_options = {"progress": False, **(perplexity_options or {})}
+        self.more = dict(more or {})
         self.results: list[tuple[int, Any, Any]] = []
+        self.more_results: list[tuple[int, dict[str, Any]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check(kwargs)
         if self.at_start and state.global_step == 0:
             self._measure(args, state, control, _handler(), kwargs)
 
@@ -88,27 +101,128 @@ class EvaluationCallback(TrainerCallback):
         if self.at_end and (args.load_best_model_at_end or not measured):
             self._measure(args, state, control, _handler(), kwargs)
 
+    def _tokenizer(self, given: dict[str, Any]) -> Any:
+        tokenizer = self.tokenizer or given.get("processing_class")
+        if tokenizer is None:
+            raise PoSEError("EvaluationCallback has no tokenizer: give it one, or give the trainer a processing_class")
+        return tokenizer
+
+    def _check(self, given: dict[str, Any]) -> None:
+        tokenizer = self._tokenizer(given)
+        require_whole_weights(given["model"])
+        if self.passkey_lengths:
+            options = {"trials": 50, "depths": None, "seed": 0, **self.passkey_options}
+            builder = PasskeyBuilder(tokenizer, options.get("template"), options.get("filler_text"))
+            shortest = [min(self.passkey_lengths)]
+            documents(builder, shortest, options["trials"], options["depths"], options["seed"])
+        if self.perplexity_lengths:
+            options = self.perplexity_options
+            tokenised(tokenizer, self.texts, self.perplexity_lengths, options.get("max_tokens"), options.get("bos"))
+
     def _measure(
         self, args: Any, state: Any, control: Any, handler: CallbackHandler | None, given: dict[str, Any]
     ) -> None:
-        model, tokenizer = given["model"], self.tokenizer or given.get("processing_class")
-        if tokenizer is None:
-            raise PoSEError("EvaluationCallback has no tokenizer: give it one, or give the trainer a processing_class")
-        keys = windows = None
-        metrics: dict[str, float] = {}
-        if self.passkey_lengths:
-            keys = passkey(model, tokenizer, self.passkey_lengths, **self.passkey_options)
-            metrics |= keys.metrics() | {"passkey/k_max": keys.k_max()}
+        model, tokenizer = given["model"], self._tokenizer(given)
+        measures = dict(self.more)
         if self.perplexity_lengths:
-            options = self.perplexity_options
-            windows = perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **options)
-            metrics |= windows.metrics()
-        if not self.results:
-            for result in (keys, windows):
-                if result is not None and state.is_world_process_zero:
-                    log.info(result.definition)
-        self.results.append((state.global_step, keys, windows))
-        report(metrics, args, state, control, handler)
+            measures = {"perplexity": self._perplexity, **measures}
+        if self.passkey_lengths:
+            measures = {"passkey": self._passkey, **measures}
+        found: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
+        for name, measure in measures.items():
+            try:
+                found[name] = measure(model, tokenizer)
+            except (PoSEError, torch.OutOfMemoryError) as error:
+                log.warning("step %d: %s was not measured, the training goes on: %s", state.global_step, name, error)
+                continue
+            metrics |= found[name].metrics()
+        if "passkey" in found and self.passkey_lengths:
+            metrics["passkey/k_max"] = found["passkey"].k_max()
+        if not self.results and state.is_world_process_zero:
+            for result in found.values():
+                log.info(result.definition)
+        own = [found.pop(name, None) for name in ("passkey", "perplexity")]
+        self.results.append((state.global_step, own[0], own[1]))
+        self.more_results.append((state.global_step, found))
+        if metrics:
+            report(metrics, args, state, control, handler)
+
+    def _passkey(self, model: Any, tokenizer: Any) -> Any:
+        return passkey(model, tokenizer, self.passkey_lengths, **self.passkey_options)
+
+    def _perplexity(self, model: Any, tokenizer: Any) -> Any:
+        return perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **self.perplexity_options)
+
+
+def from_settings(settings: PoSESettings) -> EvaluationCallback:
+    """The callback that a `pose:` block with `evaluate:` asks for.
+
+    Raises:
+        PoSEError: a text that cannot be read.
+    """
+    asked = settings.evaluate
+    assert asked is not None
+    lengths = asked.lengths or doubled(settings.train_length or settings.target_length, settings.target_length)
+    tasks = asked.tasks or (["passkey", "perplexity"] if asked.texts else ["passkey"])
+    texts = [read_text(path, "evaluate.texts") for path in asked.texts]
+    shared: dict[str, Any] = {"batch_size": asked.batch_size, "progress": False}
+    return EvaluationCallback(
+        passkey_lengths=lengths if "passkey" in tasks else (),
+        perplexity_lengths=lengths if "perplexity" in tasks else (),
+        texts=texts,
+        every=asked.every,
+        at_start=asked.at_start,
+        at_end=asked.at_end,
+        passkey_options={"trials": asked.trials, "seed": asked.seed, **shared},
+        perplexity_options={"max_windows": asked.max_windows, **shared},
+        more=further_measures(tasks, lengths, texts, asked, shared),
+    )
+
+
+def further_measures(
+    tasks: Sequence[str], lengths: Sequence[int], texts: Sequence[str], asked: EvaluateSettings, shared: dict[str, Any]
+) -> dict[str, Callable[[Any, Any], Any]]:
+    """What `evaluate.tasks` names beyond passkey and perplexity, by name."""
+    return {}
+
+
+def doubled(shortest: int, longest: int) -> list[int]:
+    """shortest, twice that, … and longest."""
+    lengths = [shortest]
+    while lengths[-1] * 2 < longest:
+        lengths.append(lengths[-1] * 2)
+    return sorted({*lengths, longest})
+
+
+def read_text(path: str, where: str) -> str:
+    """A UTF-8 file.
+
+    Raises:
+        PoSEError: naming the file and the setting `where` it stands.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PoSEError(f"{where}: {path} could not be read as a UTF-8 text file: {error}") from error
+
+
+def require_whole_weights(model: Any) -> None:
+    """Checks that this process can run the model by itself.
+
+    Raises:
+        PoSEError: its weights are divided among processes. Each token of an answer would need all of them in step,
+            and one that stops (its memory is full, say) would leave the others waiting for ever.
+    """
+    zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    fsdp = any("FSDP" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel"
+               for module in model.modules() for kind in type(module).__mro__)  # fmt: skip
+    if zero3 or fsdp:
+        raise PoSEError(
+            f"evaluation while training (pose.evaluate, EvaluationCallback) cannot run under "
+            f"{'ZeRO-3' if zero3 else 'FSDP'}: the weights are divided among processes. Remove it and measure saved "
+            "checkpoints with `pose-plugin evaluate CHECKPOINT …`, or train with DDP or ZeRO-2"
+        )
 
 
 def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:

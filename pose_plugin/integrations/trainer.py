@@ -45,6 +45,12 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
             each.one_row = needs_one_row(trainer.model)
     callback = PoSECallback(trainer, collator, pack)
     trainer.add_callback(callback)
+    if collator.settings.evaluate is not None:
+        # Imported here: most runs need nothing of it.
+        from pose_plugin.evaluation.callback import from_settings
+
+        # Behind ours, so that the self-test comes before the first measurement.
+        trainer.add_callback(from_settings(collator.settings))
     _around_training(trainer, callback)
     for name in ("get_eval_dataloader", "get_test_dataloader"):
         _with_plain_positions(trainer, name, collator)

@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.callback import EvaluationCallback
+from pose_plugin.evaluation.callback import EvaluationCallback, doubled
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 
@@ -104,3 +104,40 @@ def test_bad_input(arguments, message):
 def test_without_a_tokenizer_it_says_so(make_llama, tmp_path):
     with pytest.raises(PoSEError, match="no tokenizer"):
         train(make_llama(), None, tmp_path, [EvaluationCallback(passkey_lengths=[200], at_start=True)])
+
+
+def test_a_measurement_that_fails_does_not_end_the_training(make_llama, tokenizer, tmp_path, caplog):
+    def full(model, tokenizer):
+        raise torch.OutOfMemoryError("full")
+
+    class Half:
+        definition = "half"
+
+        def metrics(self):
+            return {"half/64": 0.5}
+
+    more = {"broken": full, "half": lambda model, tokenizer: Half()}
+    callback = EvaluationCallback(more=more, every=2)
+    with caplog.at_level("WARNING"):
+        trainer = train(make_llama(), tokenizer, tmp_path, [callback])
+    assert trainer.state.global_step == 4 and "step 2: broken was not measured" in caplog.text
+    assert [row["half/64"] for row in trainer.state.log_history if "half/64" in row] == [0.5, 0.5]
+    assert [(step, list(found)) for step, found in callback.more_results] == [(2, ["half"]), (4, ["half"])]
+
+
+def test_divided_weights_are_refused_before_the_first_step(make_llama, tokenizer, tmp_path):
+    model = make_llama()
+    model.lm_head.weight.ds_id = 0  # what ZeRO-3 leaves on a parameter
+    with pytest.raises(PoSEError, match=r"cannot run under ZeRO-3.*pose-plugin evaluate"):
+        train(model, tokenizer, tmp_path, [EvaluationCallback(passkey_lengths=[200])])
+    FSDPModule = type("FSDPModule", (), {})
+    layer = make_llama()
+    layer.model.layers[0].__class__ = type("FSDPLayer", (type(layer.model.layers[0]), FSDPModule), {})
+    with pytest.raises(PoSEError, match="cannot run under FSDP"):
+        train(layer, tokenizer, tmp_path, [EvaluationCallback(passkey_lengths=[200])])
+
+
+def test_default_lengths():
+    assert doubled(64, 512) == [64, 128, 256, 512]
+    assert doubled(100, 512) == [100, 200, 400, 512]
+    assert doubled(64, 64) == [64]
