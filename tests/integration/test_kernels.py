@@ -23,17 +23,21 @@ LIGER = """
 import sys
 from pathlib import Path
 from tests.integration import axolotl_runs, matrix
-from liger_kernel.transformers import rope as liger
+from liger_kernel.transformers import monkey_patch as liger
 
 axolotl_runs.import_axolotl()
 calls = []
-forward = liger.LigerRopeFunction.forward
-if sys.argv[2] == "one row for all":
-    broken = lambda ctx, q, k, cos, sin, *rest: forward(ctx, q, k, cos[:1], sin[:1], *rest)
-    liger.LigerRopeFunction.forward = staticmethod(broken)
-else:
-    counted = lambda ctx, *args: (calls.append(1), forward(ctx, *args))[1]
-    liger.LigerRopeFunction.forward = staticmethod(counted)
+rotate = liger.liger_rotary_pos_emb
+
+
+def watched(q, k, cos, sin, *args, **kwargs):
+    calls.append(1)
+    if sys.argv[2] == "one row for all":
+        cos, sin = cos[:1], sin[:1]
+    return rotate(q, k, cos, sin, *args, **kwargs)
+
+
+liger.liger_rotary_pos_emb = watched
 plugins = ["axolotl.integrations.liger.LigerPlugin", "pose_plugin"]
 values = axolotl_runs.base_yaml(Path(sys.argv[1]), plugins=plugins, liger_rope=True, max_steps=1)
 done = axolotl_runs.run(values)
