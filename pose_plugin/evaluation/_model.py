@@ -44,22 +44,50 @@ def innermost(model: Any) -> Any:
         model = inner
 
 
-def last_logits(model: Any, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
-    """Logits of the last `keep` positions, from one forward without cache.
+def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | None = None) -> torch.Tensor:
+    """Logits of the last `keep` positions.
 
     Args:
         model: a causal language model.
         input_ids: [B, T] on the model's device, no padding; positions are 0 … T-1.
         keep: how many positions; [T × vocab] is never built.
+        chunk: None: one forward without cache. Else the text is read that many tokens at a time with the
+            key-value cache, so that activations are those of a chunk and only the cache grows with T.
 
     Returns:
         [B, keep, vocab]
     """
+    cache = None
+    if chunk is not None and chunk < input_ids.shape[1] - keep:
+        cache = prefill(model, input_ids[:, :-keep], chunk)[1]
+        input_ids = input_ids[:, -keep:]
+    shared = {"input_ids": input_ids, "use_cache": cache is not None}
+    if cache is not None:
+        shared["past_key_values"] = cache
     if takes(model, "logits_to_keep"):
-        return model(input_ids=input_ids, use_cache=False, logits_to_keep=keep).logits
+        return model(logits_to_keep=keep, **shared).logits
     decoder, head = decoder_and_head(model)
-    hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden = decoder(**shared).last_hidden_state
     return head(hidden[:, -keep:])
+
+
+def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tuple[torch.Tensor, Any]:
+    """Reads a text into the key-value cache, `chunk` tokens at a time (None: at once).
+
+    Args:
+        model: a causal language model with a cache.
+        input_ids: [B, T], no padding.
+
+    Returns:
+        [B, vocab], the logits behind the last token; the cache.
+    """
+    extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+    cache, logits = None, None
+    for piece in input_ids.split(chunk or input_ids.shape[1], 1):
+        output = model(input_ids=piece, past_key_values=cache, use_cache=True, **extra)
+        cache, logits = output.past_key_values, output.logits[:, -1]
+    assert logits is not None
+    return logits, cache
 
 
 def decoder_and_head(model: Any) -> tuple[Any, Any]:
@@ -79,7 +107,7 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
     return decoder, head
 
 
-def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | None = None) -> torch.Tensor:
     """The `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
     Unlike in `model.generate`, the model's generation config (sampling, penalties) has no part in it.
@@ -87,17 +115,18 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int) -> torch.Tensor
     Args:
         model: a causal language model with a cache.
         input_ids: [B, T], no padding.
+        chunk: how many tokens of the prompt are read at a time; None: all.
 
     Returns:
         [B, new_tokens]
     """
+    logits, cache = prefill(model, input_ids, chunk)
+    chosen = [logits.argmax(-1, keepdim=True)]
     extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
-    step, cache, chosen = input_ids, None, []
-    for _ in range(new_tokens):
-        output = model(input_ids=step, past_key_values=cache, use_cache=True, **extra)
+    while len(chosen) < new_tokens:
+        output = model(input_ids=chosen[-1], past_key_values=cache, use_cache=True, **extra)
         cache = output.past_key_values
-        step = output.logits[:, -1].argmax(-1, keepdim=True)
-        chosen.append(step)
+        chosen.append(output.logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(chosen, 1)
 
 

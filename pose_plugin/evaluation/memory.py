@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,9 @@ Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 
-def estimate_bytes(config: Any, batch: int, length: int, element_size: int, attention: str | None = None) -> int:
+def estimate_bytes(
+    config: Any, batch: int, length: int, element_size: int, attention: str | None = None, chunk: int | None = None
+) -> int:
     """Memory of one forward without gradients, in bytes, weights not counted. An upper guess, not a promise.
 
     Args:
@@ -27,6 +30,7 @@ def estimate_bytes(config: Any, batch: int, length: int, element_size: int, atte
         length: tokens of each.
         element_size: bytes of one activation, 2 in bfloat16.
         attention: the attention implementation; "eager" builds [heads, length, length] scores twice.
+        chunk: tokens read at a time; the cache is whole, activations are those of a chunk, and each chunk has a mask.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden = getattr(config, "hidden_size", 0)
@@ -37,9 +41,13 @@ def estimate_bytes(config: Any, batch: int, length: int, element_size: int, atte
     # One layer at a time: residual, norm, queries, keys, values, attention's output; three of the MLP.
     layer = 8 * hidden + 3 * (getattr(config, "intermediate_size", 0) or 4 * hidden)
     # The cache of greedy decoding is counted in, though most forwards have none.
-    tokens = batch * length * (layer + key_values) * element_size
-    scores = 2 * batch * heads * length**2 * 4 if attention == "eager" else 0
-    return tokens + scores + LOGIT_BYTES
+    rows = min(chunk or length, length)
+    tokens = batch * (rows * layer + length * key_values) * element_size
+    # A cache grows by being copied, one layer at a time.
+    tokens += 0 if chunk is None else batch * length * key_values * element_size // max(layers, 1)
+    mask = 0 if chunk is None else 4 * batch * rows * length
+    scores = 2 * batch * heads * rows * length * 4 if attention == "eager" else 0
+    return tokens + mask + scores + LOGIT_BYTES
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -62,30 +70,46 @@ def available_bytes(device: torch.device) -> int | None:
         return free
 
 
-def fitting_batch(model: Any, device: torch.device, length: int, wanted: int) -> int:
-    """The largest batch up to `wanted` that should fit.
+CHUNKS = (4096, 2048, 1024, 512, 256)
+"""Tokens read at a time where a text does not fit at once, the largest that fits."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a text is read: `batch` sequences in one forward, `chunk` tokens at a time (None: all at once)."""
+
+    batch: int
+    chunk: int | None
+    bytes: int
+
+
+def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
+    """The largest batch up to `wanted` that should fit; where not even one sequence does, the largest chunk of it.
 
     Raises:
-        PoSEError: not even one sequence of `length` tokens fits.
+        PoSEError: not even one sequence of `length` tokens fits, read in the smallest chunks.
     """
     parameter = next(model.parameters(), None)
     config, free = getattr(innermost(model), "config", None), available_bytes(device)
-    if config is None or parameter is None or free is None:
-        return wanted
+    if config is None or parameter is None:
+        return Fit(wanted, None, 0)
     attention = getattr(config, "_attn_implementation", None)
     size = max(parameter.element_size(), 2)
-    batch = wanted
-    while batch > 1 and estimate_bytes(config, batch, length, size, attention) > free:
-        batch //= 2
-    needed = estimate_bytes(config, batch, length, size, attention)
-    if needed > free:
-        way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
-        raise PoSEError(
-            f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "
-            f"{free / 2**30:.1f} GiB are free on {device}; {way_out}use shorter lengths, "
-            "a smaller dtype or a device with more memory"
-        )
-    return batch
+    tries: list[tuple[int, int | None]] = [(wanted, None)]
+    while tries[-1][0] > 1:
+        tries.append((tries[-1][0] // 2, None))
+    tries += [(1, chunk) for chunk in CHUNKS if chunk < length]
+    for batch, chunk in tries:
+        needed = estimate_bytes(config, batch, length, size, attention, chunk)
+        if free is None or needed <= free:
+            return Fit(batch, chunk, needed)
+    assert free is not None
+    way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
+    raise PoSEError(
+        f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "
+        f"{free / 2**30:.1f} GiB are free on {device}; {way_out}use shorter lengths, "
+        "a smaller dtype or a device with more memory"
+    )
 
 
 def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Result]) -> Iterator[Result]:

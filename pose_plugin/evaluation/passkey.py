@@ -8,6 +8,7 @@ have written up to its first mistake, and a first mistake usually settles the ca
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import re
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating, greedy, last_logits
-from pose_plugin.evaluation.memory import fitting_batch, in_batches
+from pose_plugin.evaluation.memory import Fit, fitting, in_batches
 from pose_plugin.evaluation.passkey_text import (
     PasskeyBuilder,
     PasskeyDocument,
@@ -195,14 +196,15 @@ def passkey(
     tokenizer = plain_tokenizer(tokenizer)
     reader = _Reader(tokenizer, model)
     device = device_of(model)
-    sizes = {n: fitting_batch(model, device, n, batch_size or max(1, 16384 // n)) for n in prompts}
+    fits = {n: fitting(model, device, n, batch_size or max(1, 16384 // n)) for n in prompts}
     done: list[PasskeyTrial] = []
     total = sum(map(len, prompts.values()))
     with evaluating(model), tqdm(total=total, desc="passkey", unit="prompt", disable=not progress) as bar:
         for length, rows in prompts.items():
             bar.set_postfix_str(f"{length} tokens")
             scored: list[tuple[str, bool]] = []
-            for answers in in_batches(rows, sizes[length], lambda batch: _answers(model, batch, reader)):
+            run = functools.partial(_answers, model, reader=reader, fit=fits[length])
+            for answers in in_batches(rows, fits[length].batch, run):
                 scored += answers
                 bar.update(len(answers))
             for row, (answer, correct) in zip(rows, scored, strict=True):
@@ -271,13 +273,13 @@ def _digits(token: str) -> int:
     return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else sum(letter in "0123456789" for letter in token)
 
 
-def _answers(model: Any, rows: Sequence[PasskeyDocument], reader: _Reader) -> list[tuple[str, bool]]:
+def _answers(model: Any, rows: Sequence[PasskeyDocument], reader: _Reader, fit: Fit) -> list[tuple[str, bool]]:
     """Text and score of greedy decoding for rows of one length."""
     device = device_of(model)
     longest = max(len(row.answer) for row in rows)
     input_ids = torch.tensor([row.input_ids for row in rows], device=device)
     # The logits at a token say what follows it, so the last position has nothing to say.
-    chosen = last_logits(model, input_ids, longest + 1)[:, :-1].argmax(-1).tolist()
+    chosen = last_logits(model, input_ids, longest + 1, fit.chunk)[:, :-1].argmax(-1).tolist()
     results: list[tuple[str, bool | None]] = []
     for row, argmax in zip(rows, chosen, strict=True):
         answer, argmax = row.answer, argmax[longest - len(row.answer) :]
@@ -288,7 +290,7 @@ def _answers(model: Any, rows: Sequence[PasskeyDocument], reader: _Reader) -> li
     for budget in {len(rows[i].answer) for i in unsettled}:
         open_rows = [i for i in unsettled if len(rows[i].answer) == budget]
         prompts = torch.tensor([rows[i].prompt for i in open_rows], device=device)
-        for i, tokens in zip(open_rows, greedy(model, prompts, budget).tolist(), strict=True):
+        for i, tokens in zip(open_rows, greedy(model, prompts, budget, fit.chunk).tolist(), strict=True):
             results[i] = reader(tokens, budget, rows[i].key)
     return [(text, bool(correct)) for text, correct in results]
 

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating
-from pose_plugin.evaluation.memory import fitting_batch, in_batches
+from pose_plugin.evaluation.memory import fitting, in_batches
 from pose_plugin.evaluation.passkey_text import leading_ids, plain_tokenizer
 from pose_plugin.evaluation.token_loss import TokenLoss
 
@@ -156,7 +156,7 @@ def perplexity(
     device = device_of(model)
     strides = {n: min(stride or n // 2, n - 1) for n in lengths}
     windows = {n: _pick(_windows(used, begin, n, strides[n]), max_windows) for n in lengths}
-    sizes = {n: fitting_batch(model, device, n, batch_size or max(1, 16384 // n)) for n in lengths}
+    fits = {n: fitting(model, device, n, batch_size or max(1, 16384 // n)) for n in lengths}
     results = {}
     total = sum(map(len, windows.values()))
     with evaluating(model), tqdm(total=total, desc="perplexity", unit="window", disable=not progress) as bar:
@@ -165,10 +165,13 @@ def perplexity(
             bar.set_postfix_str(f"{n} tokens")
             tally = _Tally(n, buckets)
 
-            def measure(batch: Sequence[_Window]) -> tuple[Sequence[_Window], torch.Tensor]:
-                return batch, token_loss(torch.tensor([window.ids for window in batch], device=device))
+            def measure(
+                batch: Sequence[_Window], chunk: int | None = fits[n].chunk
+            ) -> tuple[Sequence[_Window], torch.Tensor]:
+                ids = torch.tensor([window.ids for window in batch], device=device)
+                return batch, token_loss(ids, chunk)
 
-            for batch, losses in in_batches(windows[n], sizes[n], measure):
+            for batch, losses in in_batches(windows[n], fits[n].batch, measure):
                 tally.add(batch, losses)
                 bar.update(len(batch))
             results[n] = tally.result(strides[n], len(windows[n]))

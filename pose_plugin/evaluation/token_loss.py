@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,33 +41,54 @@ class TokenLoss:
                 "logits_to_keep, so perplexity cannot be measured in pieces; use a transformers model class"
             )
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, chunk: int | None = None, **forward: Any) -> torch.Tensor:
         """The loss in nats of tokens 1 … T-1.
 
         Args:
             input_ids: [B, T] on the model's device, no padding.
+            chunk: tokens read at a time with the key-value cache; None: all at once, without one.
+            forward: more arguments of a forward that reads all at once, e.g. position_ids.
 
         Returns:
             float32 [B, T-1] on the CPU
         """
         batch, length = input_ids.shape
         per_row = max(1, self.rows // batch)
-        hidden = self._hidden(input_ids) if self.parts else None
         losses = []
-        for start in range(0, length - 1, per_row):
-            end = min(start + per_row, length - 1)
-            if hidden is not None:
-                logits = self._logits(hidden[:, start:end])
-            else:
-                keep = torch.arange(start, end, device=input_ids.device)
-                logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep).logits
-            targets = input_ids[:, start + 1 : end + 1]
-            losses.append(F.cross_entropy(logits.float().mT, targets, reduction="none").cpu())
+        for start, hidden in self._pieces(input_ids, chunk, per_row, forward):
+            for first in range(0, hidden.shape[1], per_row):
+                begin, end = start + first, min(start + first + per_row, start + hidden.shape[1], length - 1)
+                if begin >= end:
+                    continue
+                logits = hidden[:, first : first + end - begin]
+                logits = self._logits(logits) if self.parts else logits
+                targets = input_ids[:, begin + 1 : end + 1]
+                losses.append(F.cross_entropy(logits.float().mT, targets, reduction="none").cpu())
         return torch.cat(losses, 1)
 
-    def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _pieces(
+        self, input_ids: torch.Tensor, chunk: int | None, per_row: int, forward: dict[str, Any]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first position, hidden states or, where the model has no parts, logits) piece by piece."""
+        length = input_ids.shape[1]
+        if chunk is not None and chunk < length:
+            chunk = chunk if self.parts else min(chunk, per_row)
+            run, cache = self.parts[0] if self.parts else self.model, None
+            for start in range(0, length, chunk):
+                output = run(input_ids=input_ids[:, start : start + chunk], past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                yield start, output.last_hidden_state if self.parts else output.logits
+        elif self.parts:
+            yield 0, self._hidden(input_ids, **forward)
+        else:
+            for start in range(0, length - 1, per_row):
+                keep = torch.arange(start, min(start + per_row, length - 1), device=input_ids.device)
+                output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **forward)
+                yield start, output.logits
+
+    def _hidden(self, input_ids: torch.Tensor, **forward: Any) -> torch.Tensor:
         decoder, _ = self.parts  # type: ignore[misc]
-        return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        return decoder(input_ids=input_ids, use_cache=False, **forward).last_hidden_state
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head, and what Cohere, Granite and Gemma 2 do to its output."""

@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation import memory
-from pose_plugin.evaluation.memory import LOGIT_BYTES, estimate_bytes, fitting_batch, in_batches
+from pose_plugin.evaluation.memory import LOGIT_BYTES, Fit, estimate_bytes, fitting, in_batches
 from pose_plugin.evaluation.passkey import passkey
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -18,22 +18,52 @@ def test_estimate_by_hand():
     assert scores == 2 * 2 * 4 * 100**2 * 4
 
 
-def test_batch_shrinks_until_it_fits_and_one_that_cannot_is_an_error(make_llama, monkeypatch):
+def test_batch_shrinks_until_it_fits_then_the_text_is_read_in_chunks_and_what_cannot_is_an_error(
+    make_llama, monkeypatch
+):
     model, cpu = make_llama(), torch.device("cpu")
-    for_two = estimate_bytes(model.config, 2, 1000, 4)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: for_two)
-    assert fitting_batch(model, cpu, 1000, 8) == 2
-    assert fitting_batch(model, cpu, 10, 8) == 8
-    monkeypatch.setattr(memory, "available_bytes", lambda device: LOGIT_BYTES)
+
+    def fit(free, length, wanted):
+        monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+        return fitting(model, cpu, length, wanted)
+
+    two = estimate_bytes(model.config, 2, 1000, 4)
+    assert fit(two, 1000, 8) == Fit(2, None, two)
+    assert fit(two, 10, 8).batch == 8
+    in_chunks = estimate_bytes(model.config, 1, 20000, 4, chunk=256)
+    assert fit(in_chunks, 20000, 8) == Fit(1, 256, in_chunks)
     with pytest.raises(PoSEError, match=r"length=1000 needs about .* free on cpu; .*shorter lengths"):
-        fitting_batch(model, cpu, 1000, 8)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: None)
-    assert fitting_batch(model, cpu, 1000, 8) == 8
+        fit(LOGIT_BYTES, 1000, 8)
+    assert fit(None, 1000, 8).batch == 8
+
+
+@pytest.mark.parametrize("kind", ["whole", "sliding", "bare"])
+def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
+    """Losses, last logits and greedy tokens are those of one forward; also with a window shorter than the chunk."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from pose_plugin.evaluation._model import greedy, last_logits
+    from pose_plugin.evaluation.token_loss import TokenLoss
+
+    model = make_llama()
+    if kind == "sliding":
+        torch.manual_seed(0)
+        model = MistralForCausalLM(MistralConfig(**(model.config.to_dict() | {"sliding_window": 24}))).eval()
+    ids = torch.randint(0, 400, (2, 101), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss = TokenLoss(model)
+        if kind == "bare":
+            loss.parts, loss.rows = None, 26
+        torch.testing.assert_close(loss(ids, 32), loss(ids), rtol=1e-4, atol=1e-4)
+        for keep in (1, 6):
+            torch.testing.assert_close(last_logits(model, ids, keep, 32), last_logits(model, ids, keep),
+                                       rtol=1e-4, atol=1e-4)  # fmt: skip
+        assert greedy(model, ids, 5, 32).equal(greedy(model, ids, 5))
 
 
 def test_memory_is_checked_for_all_lengths_before_the_model_runs(make_llama, tokenizer, monkeypatch):
     model = make_llama()
-    monkeypatch.setattr(memory, "available_bytes", lambda device: estimate_bytes(model.config, 1, 300, 4))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: LOGIT_BYTES + 2**20)
     monkeypatch.setattr(model, "forward", lambda **kw: pytest.fail("ran"))
     with pytest.raises(PoSEError, match="length=2048"):
         passkey(model, tokenizer, [256, 2048], trials=1, progress=False)
