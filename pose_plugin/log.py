@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from typing import Any
 
 
 def _plain_logger(name: str) -> logging.Logger:
@@ -18,6 +20,18 @@ def _plain_logger(name: str) -> logging.Logger:
 log = _plain_logger("pose_plugin")
 
 
+class _Terminal(logging.StreamHandler):
+    """Writes to what sys.stderr is at the time of the message: notebooks and test runners put others in its place."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """The base class sets the one of the moment it was made; it is not kept."""
+
+
 def show_log() -> None:
     """Lets messages of level INFO reach the terminal, unless the caller has configured the logger otherwise.
 
@@ -26,7 +40,7 @@ def show_log() -> None:
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.handlers:
-        handler = logging.StreamHandler()
+        handler = _Terminal()
         handler.setFormatter(logging.Formatter("[pose_plugin] %(message)s"))
         log.addHandler(handler)
         log.propagate = False
