@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,12 @@ from transformers.trainer_callback import CallbackHandler
 
 from pose_plugin.config import EvaluateSettings, PoSESettings
 from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.gap import TOKENS as GAP_TOKENS
+from pose_plugin.evaluation.gap import gap_probe
+from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
 from pose_plugin.evaluation.passkey import PasskeyBuilder, documents, passkey
 from pose_plugin.evaluation.perplexity import perplexity, tokenised
+from pose_plugin.evaluation.topics import topic_prompts, topics
 from pose_plugin.log import log
 
 
@@ -38,6 +43,7 @@ class EvaluationCallback(TrainerCallback):
         at_end: whether to measure after the last step.
         passkey_options: more arguments of `passkey`, e.g. {"trials": 20}.
         perplexity_options: more arguments of `perplexity`, e.g. {"max_windows": 50}.
+        check: called with the tokenizer before the first step; raises PoSEError for what cannot work.
         more: further measures by name, functions of (model, tokenizer) whose result has `metrics()` and `definition`.
 
     Attributes:
@@ -64,6 +70,7 @@ class EvaluationCallback(TrainerCallback):
         passkey_options: dict[str, Any] | None = None,
         perplexity_options: dict[str, Any] | None = None,
         more: dict[str, Callable[[Any, Any], Any]] | None = None,
+        check: Callable[[Any], None] | None = None,
     ) -> None:
         if not passkey_lengths and not perplexity_lengths and not more:
             raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths or perplexity_lengths")
@@ -80,7 +87,7 @@ class EvaluationCallback(TrainerCallback):
         self.every, self.at_start, self.at_end = every, at_start, at_end
         self.passkey_options = {"progress": False, **(passkey_options or {})}
         self.perplexity_options = {"progress": False, **(perplexity_options or {})}
-        self.more = dict(more or {})
+        self.more, self.check = dict(more or {}), check
         self.results: list[tuple[int, Any, Any]] = []
         self.more_results: list[tuple[int, dict[str, Any]]] = []
 
@@ -110,6 +117,8 @@ class EvaluationCallback(TrainerCallback):
     def _check(self, given: dict[str, Any]) -> None:
         tokenizer = self._tokenizer(given)
         require_whole_weights(given["model"])
+        if self.check is not None:
+            self.check(tokenizer)
         if self.passkey_lengths:
             options = {"trials": 50, "depths": None, "seed": 0, **self.passkey_options}
             builder = PasskeyBuilder(tokenizer, options.get("template"), options.get("filler_text"))
@@ -177,6 +186,7 @@ def from_settings(settings: PoSESettings) -> EvaluationCallback:
         passkey_options={"trials": asked.trials, "seed": asked.seed, **shared},
         perplexity_options={"max_windows": asked.max_windows, **shared},
         more=further_measures(tasks, lengths, texts, asked, shared),
+        check=functools.partial(check_further, tasks=tasks, lengths=lengths, texts=texts),
     )
 
 
@@ -184,7 +194,33 @@ def further_measures(
     tasks: Sequence[str], lengths: Sequence[int], texts: Sequence[str], asked: EvaluateSettings, shared: dict[str, Any]
 ) -> dict[str, Callable[[Any, Any], Any]]:
     """What `evaluate.tasks` names beyond passkey and perplexity, by name."""
-    return {}
+    trials = max(asked.trials, len(DEPTHS))
+
+    def needles(model: Any, tokenizer: Any) -> Any:
+        return needle(model, tokenizer, lengths, trials=trials, seed=asked.seed, **shared)
+
+    def topic(model: Any, tokenizer: Any) -> Any:
+        return topics(model, tokenizer, lengths, trials=asked.trials, seed=asked.seed, **shared)
+
+    def gap(model: Any, tokenizer: Any) -> Any:
+        return gap_probe(model, tokenizer, texts, lengths, max_windows=asked.max_windows, **shared)
+
+    known = {"needle": needles, "topics": topic, "gap": gap}
+    return {name: known[name] for name in tasks if name in known}
+
+
+def check_further(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], texts: Sequence[str]) -> None:
+    """Checks the shortest length of each further measure; the rest can only be easier.
+
+    Raises:
+        PoSEError: as the measure itself would.
+    """
+    if "needle" in tasks:
+        needle_prompts(tokenizer, [min(lengths)], trials=len(DEPTHS))
+    if "topics" in tasks:
+        topic_prompts(tokenizer, [min(lengths)], trials=1)
+    if "gap" in tasks:
+        tokenised(tokenizer, texts, [min(GAP_TOKENS, *lengths)])
 
 
 def doubled(shortest: int, longest: int) -> list[int]:

@@ -23,6 +23,23 @@ def measured(history: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in history if row.keys() >= NAMES}
 
 
+def far_case(folder: Path) -> Any:
+    from tests.integration import trl_runs
+
+    asked = block(folder, tasks=["needle", "topics", "gap"], lengths=[300, 400], every=None)
+    trainer = trl_runs.sft(folder, pose={"evaluate": asked})
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_every_task(tmp_path):
+    pytest.importorskip("trl")
+    history = forked(far_case, tmp_path).value
+    names = {f"needle/{kind}/{n}" for kind in ("single", "multi", "kv") for n in (300, 400)}
+    names |= {"topics/first/300", "topics/first/400", "gap_loss/300", "gap_loss/400"}
+    assert len([row for row in history if row.keys() >= names]) == 2
+
+
 def axolotl_case(folder: Path, asked: dict[str, Any] | None) -> Any:
     from tests.integration.axolotl_runs import base_yaml, train
 
@@ -96,6 +113,8 @@ def test_trl(tmp_path, packing):
     [
         ({"lengths": [20]}, "length=20 is smaller than the passkey template"),
         ({"lengths": [4096]}, "length=4096 is more than the longest of 1 texts"),
+        ({"tasks": ["needle"], "lengths": [40]}, "length=40 is smaller than the single needle prompt"),
+        ({"tasks": ["topics"], "lengths": [128]}, "length=128 is smaller than 5 topics take"),
         ({"texts": ["no.txt"]}, "evaluate.texts: no.txt could not be read"),
     ],
 )

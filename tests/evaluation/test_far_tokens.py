@@ -1,0 +1,162 @@
+"""LongPPL and the gap probe: figures by hand, and models whose answer is known."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.gap import GapResult, gap_probe
+from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
+
+QUIET = {"progress": False}
+VOCAB = 50
+
+
+class Copier(LlamaForCausalLM):
+    """Gives probability `sure` to the token that stood `back` places before, where it can see that far, else 1/V."""
+
+    def __init__(self, back: int, sure: float = 0.9):
+        super().__init__(
+            LlamaConfig(
+                vocab_size=VOCAB, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
+            )
+        )
+        self.back, self.sure = back, sure
+
+    def forward(self, input_ids=None, past_key_values=None, use_cache=None, logits_to_keep=0, **unused):
+        ids = input_ids if past_key_values is None else torch.cat([past_key_values, input_ids], 1)
+        logits = torch.zeros(*ids.shape, VOCAB)
+        for i in range(self.back - 1, ids.shape[1]):
+            # What comes at i + 1 is what stood at i + 1 - back.
+            target = ids[:, i + 1 - self.back]
+            other = math.log((1 - self.sure) / (VOCAB - 1))
+            logits[:, i] = other
+            logits[torch.arange(len(ids)), i, target] = math.log(self.sure)
+        logits = logits[:, ids.shape[1] - input_ids.shape[1] :]
+        keep = logits_to_keep
+        logits = logits[:, keep] if isinstance(keep, torch.Tensor) else logits[:, -keep:] if keep else logits
+        return CausalLMOutputWithPast(logits=logits, past_key_values=ids if use_cache else None)
+
+
+def repeated(back: int, times: int, seed: int = 0) -> list[int]:
+    picker = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (back,), generator=picker).tolist() * times
+
+
+def test_key_tokens_are_those_that_only_the_far_text_tells(tokenizer):
+    """The copy is 30 back: the last 16 to 20 tokens do not hold it, the whole text does."""
+    texts = [repeated(30, 3)[:80], repeated(30, 3, seed=1)[:80]]
+    keys = key_tokens(Copier(30), tokenizer, texts, 80, 16, "copier", **QUIET)
+    assert keys.positions == (tuple(range(30, 80)),) * 2 and keys.count == 100
+    result = longppl(Copier(30), tokenizer, texts, keys, **QUIET)
+    assert result.by_length[80].longppl == pytest.approx(1 / 0.9, rel=1e-5)
+    blind = longppl(Copier(500), tokenizer, texts, keys, **QUIET)
+    assert blind.by_length[80].longppl == pytest.approx(VOCAB, rel=1e-5)
+    assert blind.metrics() == {"longppl/80": blind.by_length[80].longppl}
+    # All tokens beyond the short context: 14 at 1/V, 50 copied.
+    plain = (14 * math.log(VOCAB) - 50 * math.log(0.9)) / 64
+    assert result.by_length[80].plain_loss == pytest.approx(plain, rel=1e-5)
+    assert result.by_length[80].plain_tokens == 128
+
+
+def test_what_the_near_text_tells_is_no_key_token(tokenizer):
+    texts = [repeated(10, 8)]
+    keys = key_tokens(Copier(10), tokenizer, texts, 80, 16, "copier", **QUIET)
+    assert keys.count == 0
+    with pytest.raises(PoSEError, match="by copier no token gains 2 nats over the last 16"):
+        longppl(Copier(10), tokenizer, texts, keys, **QUIET)
+
+
+@pytest.mark.parametrize(("alpha", "beta", "found"), [(3.7, -2, 50), (3.9, -2, 0), (2, -0.2, 50), (2, -0.1, 0)])
+def test_both_thresholds(tokenizer, alpha, beta, found):
+    """The gain is log(0.9 · 50) = 3.81, the log-probability -0.105."""
+    keys = key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:80]], 80, 16, "c", alpha, beta, **QUIET)
+    assert keys.count == found
+
+
+def test_a_begin_token_counts_in_the_length(tokenizers_by_name):
+    tokenizer = tokenizers_by_name["with BOS"]
+    keys = key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:79]], 80, 16, "c", **QUIET)
+    # Position 0 is the begin token, so the first copy stands at 31.
+    assert keys.positions == (tuple(range(31, 80)),)
+
+
+def test_longppl_in_chunks_is_the_same(tokenizer, make_llama, monkeypatch):
+    from pose_plugin.evaluation import longppl as module
+    from pose_plugin.evaluation.memory import Fit
+
+    text = torch.randint(0, 400, (120,), generator=torch.Generator().manual_seed(2)).tolist()
+    whole = [key_tokens(make_llama(), tokenizer, [text], 120, 40, "m", -9, -99, **QUIET)]
+    monkeypatch.setattr(module, "_fit", lambda model, length, batch_size: Fit(1, 17, 0))
+    chunked = key_tokens(make_llama(), tokenizer, [text], 120, 40, "m", -9, -99, **QUIET)
+    assert whole == [chunked] and chunked.count > 40
+
+
+@pytest.mark.parametrize(
+    ("length", "short", "message"), [(80, 80, "short=80 must be"), (80, 0, "short=0"), (900, 16, "length=900 is more")]
+)
+def test_longppl_bad_input(tokenizer, length, short, message):
+    with pytest.raises(PoSEError, match=message):
+        key_tokens(Copier(30), tokenizer, [repeated(30, 3)], length, short, "c", **QUIET)
+
+
+def test_longppl_other_texts(tokenizer):
+    with pytest.raises(PoSEError, match="1 texts, but key tokens of 2"):
+        longppl(Copier(30), tokenizer, [repeated(30, 3)], KeyTokens("c", 80, 16, 2, -2, ((1,), (2,))), **QUIET)
+
+
+def test_the_gap_probe_by_hand(make_llama, tokenizer):
+    """Moved tokens see those before them: the loss is that of one document with a jump, under a written-out mask."""
+    model = make_llama()
+    ids = torch.randint(0, 400, (1, 40), generator=torch.Generator().manual_seed(3))
+    result = gap_probe(model, tokenizer, [ids[0].tolist()], [100, 250], tokens=40, **QUIET)
+    assert (result.moved, result.windows, list(result.by_length)) == (16, 1, [40, 100, 250])
+    mask = torch.ones(40, 40).tril()[None, None].bool()
+    for length, probe in result.by_length.items():
+        positions = torch.arange(40)
+        positions[24:] += length - 40
+        with torch.no_grad():
+            logits = model(input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=False).logits
+        expected = torch.nn.functional.cross_entropy(logits[0, 23:-1], ids[0, 24:])
+        assert probe.loss == pytest.approx(float(expected), rel=1e-4)
+    assert len({round(probe.loss, 3) for probe in result.by_length.values()}) == 3
+
+
+def test_gap_pieces_and_their_number(make_llama, tokenizer):
+    text = torch.randint(0, 400, (500,), generator=torch.Generator().manual_seed(3)).tolist()
+    results = [
+        gap_probe(make_llama(), tokenizer, [text, text[:30]], [200], 50, n, b, **QUIET) for n, b in ((4, 3), (99, 1))
+    ]
+    assert [r.windows for r in results] == [4, 10]
+    assert results[1].by_length[200].count == 10 * 20
+    assert gap_probe(make_llama(), tokenizer, [text], [300], **QUIET).tokens == 300
+    assert results[0].metrics() == {f"gap_loss/{n}": results[0].by_length[n].loss for n in (50, 200)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [100], "tokens": 200}, "at least the 200 tokens"),
+        ({"lengths": [100], "max_windows": 0}, "max_windows=0"),
+        ({"lengths": [900]}, "length=640 is more than the longest"),
+    ],
+)
+def test_gap_bad_input(tokenizer, arguments, message):
+    with pytest.raises(PoSEError, match=message):
+        gap_probe(None, tokenizer, [repeated(30, 3)], **arguments, **QUIET)
+
+
+def test_both_survive_json(tokenizer, make_llama):
+    import json
+
+    texts = [repeated(30, 3)[:80]]
+    keys = key_tokens(Copier(30), tokenizer, texts, 80, 16, "copier", **QUIET)
+    result = longppl(Copier(30), tokenizer, texts, keys, **QUIET)
+    assert LongPPLResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    assert "copier" in result.definition and "2410.23771" in result.definition
+    gap = gap_probe(make_llama(), tokenizer, texts, [100], 40, **QUIET)
+    assert GapResult.from_dict(json.loads(json.dumps(gap.to_dict()))) == gap

@@ -1,0 +1,178 @@
+"""Needles and topics: prompts of the exact length, and scorers with known answers."""
+
+import random
+import re
+
+import pytest
+from rule_model import RuleModel, constant
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.needle import DEPTHS, KINDS, needle, needle_prompts
+from pose_plugin.evaluation.needle import score as needle_score
+from pose_plugin.evaluation.retrieval import RetrievalResult
+from pose_plugin.evaluation.topics import TOPICS, topic_prompts, topics
+from pose_plugin.evaluation.topics import score as topic_score
+
+QUIET = {"progress": False}
+
+
+def right_needle(text: str) -> str:
+    """Reads the answer out of the prompt's text, with nothing of the builder's."""
+    if "Key " in text:
+        key = re.findall(r"value of key (\d+)\?", text)[-1]
+        return re.search(rf"Key {key} has value (\d+)\.", text).group(1)
+    return ", ".join(re.findall(r"secret number of \w+ is (\d+)\.", text))
+
+
+def any_pair(text: str) -> str:
+    """Some value of the list, the same for the same prompt."""
+    return random.Random(text).choice(re.findall(r"has value (\d+)\.", text))
+
+
+def first_topic(text: str) -> str:
+    return re.search(r"talk about (.+?)\.", text).group(1)
+
+
+def any_topic(text: str) -> str:
+    return random.Random(text).choice(re.findall(r"Let us talk about (.+?)\.", text))
+
+
+def answering(tokenizer, answer):
+    made: dict[int, tuple] = {}
+
+    def rule(ids: list[int]) -> int:
+        # The prompts of a measure differ, and each is asked whole once, then token by token.
+        known = next((n for n in made if tuple(ids[:n]) == made[n][0]), None)
+        if known is None:
+            text = answer(tokenizer.decode(ids))
+            written = tokenizer(" " + text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * 60
+            made.clear()
+            made[len(ids)] = (tuple(ids), written)
+            known = len(ids)
+        return made[known][1][len(ids) - known]
+
+    return rule
+
+
+def model_of(tokenizer, answer):
+    return RuleModel(answering(tokenizer, answer), len(tokenizer))
+
+
+@pytest.mark.parametrize("filler", [None, "The quick brown fox jumps over the lazy dog. " * 40])
+def test_prompts_have_the_exact_length_and_hide_what_is_asked(any_tokenizer, filler):
+    prompts = needle_prompts(any_tokenizer, [400, 515], trials=5, filler_text=filler)
+    assert len(prompts) == 3 * 2 * 5
+    assert {len(p.ids) + p.budget for p in prompts if p.length == 515} == {515}
+    for prompt in prompts:
+        text = any_tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        assert set(re.findall(r"\d+", right_needle(text))) == set(prompt.expected)
+        if prompt.kind == "single":
+            at = text.index(prompt.expected[0]) / len(text)
+            assert abs(at - prompt.depth) < 0.35
+    assert [p.depth for p in prompts[:5]] == list(DEPTHS)
+    again = needle_prompts(any_tokenizer, [515], trials=5, filler_text=filler)
+    assert [p.ids for p in prompts if p.length == 515] == [p.ids for p in again]
+    other = needle_prompts(any_tokenizer, [515], trials=5, seed=1, filler_text=filler)
+    assert [p.expected for p in other] != [p.expected for p in again]
+
+
+def test_a_perfect_and_a_blind_model_on_needles(any_tokenizer):
+    perfect = needle(model_of(any_tokenizer, right_needle), any_tokenizer, [420], trials=5, batch_size=1, **QUIET)
+    assert perfect.metrics() == {f"needle/{kind}/420": 1.0 for kind in KINDS}
+    assert perfect.cells("kv") == {(420, depth): 1.0 for depth in DEPTHS}
+    seven = any_tokenizer("7", add_special_tokens=False)["input_ids"][-1]
+    blind = needle(RuleModel(constant(seven), len(any_tokenizer)), any_tokenizer, [420], trials=5, **QUIET)
+    assert set(blind.metrics().values()) == {0.0}
+
+
+def test_a_guesser_among_pairs_gets_the_chance_that_is_stated(tokenizer):
+    result = needle(model_of(tokenizer, any_pair), tokenizer, [300], ["kv"], trials=120, batch_size=1, **QUIET)
+    pairs = int(result.chance["kv"].split("/")[1])
+    chance = 1 / pairs
+    assert 5 < pairs < 30
+    assert abs(result.by_length("kv")[300] - chance) < 4 * (chance * (1 - chance) / 120) ** 0.5
+
+
+def test_half_of_the_numbers_is_half_a_score(tokenizer):
+    def half(text):
+        return ", ".join(right_needle(text).split(", ")[:2])
+
+    result = needle(model_of(tokenizer, half), tokenizer, [420], ["multi"], trials=5, batch_size=1, **QUIET)
+    assert result.metrics() == {"needle/multi/420": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "value"),
+    [
+        (" 1234567.", ("1234567",), 1.0),
+        (" 7 1234567", ("1234567",), 0.0),
+        (" 12345678", ("1234567",), 0.0),
+        ("", ("1",), 0.0),
+        ("1, 2, 3 and 4", ("1", "2", "3", "4"), 1.0),
+        ("4 4 4 4", ("1", "2", "3", "4"), 0.25),
+        ("9 8 7 6 1 2 3 4", ("1", "2", "3", "4"), 0.0),
+    ],
+)
+def test_answering_by_hand(answer, expected, value):
+    assert needle_score("single", answer, expected) == value
+
+
+def test_topics_of_a_perfect_a_guessing_and_a_blind_model(tokenizer):
+    perfect = topics(model_of(tokenizer, first_topic), tokenizer, [1100], trials=3, batch_size=1, **QUIET)
+    assert perfect.metrics() == {"topics/first/1100": 1.0}
+    guess = topics(model_of(tokenizer, any_topic), tokenizer, [1100], trials=80, batch_size=1, **QUIET)
+    assert guess.chance == {"first": "1/5"} and abs(guess.by_length("first")[1100] - 0.2) < 4 * (0.16 / 80) ** 0.5
+    blind = topics(RuleModel(constant(9), len(tokenizer)), tokenizer, [1100], trials=2, **QUIET)
+    assert blind.metrics() == {"topics/first/1100": 0.0}
+
+
+def test_topic_prompts(any_tokenizer):
+    for prompt in topic_prompts(any_tokenizer, [1200, 3000], trials=2):
+        text = any_tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        named = re.findall(r"Let us talk about (.+?)\.", text)
+        assert len(prompt.ids) + prompt.budget == prompt.length and named[0] == prompt.expected[0]
+        assert len(named) == len(set(named)) == (5 if prompt.length == 1200 else 7)
+
+
+def test_no_topic_stands_in_another():
+    assert not [(a, b) for a in TOPICS for b in TOPICS if a != b and a.lower() in b.lower()]
+    assert len(TOPICS) >= 70
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [(" Honey  Bees.", 1.0), (" not jazz pianists but honey bees", 0.0), (" bees", 0.0), ("", 0.0)],
+)
+def test_topic_rule_by_hand(answer, value):
+    assert topic_score("first", answer, ("honey bees",)) == value
+
+
+def test_results_survive_json_and_are_joined(tokenizer):
+    import json
+
+    model = model_of(tokenizer, right_needle)
+    parts = [needle(model, tokenizer, [n], trials=5, batch_size=1, **QUIET) for n in (400, 420)]
+    back = [RetrievalResult.from_dict(json.loads(json.dumps(part.to_dict()))) for part in parts]
+    assert back == parts
+    joined = RetrievalResult.joined(back)
+    assert joined.lengths == [400, 420] and joined.chance["single"] == "0" and "…" in joined.chance["kv"]
+    assert "5 prompts a length and kind" in joined.definition and "chance 1/" in joined.definition
+
+
+@pytest.mark.parametrize(
+    ("measure", "arguments", "message"),
+    [
+        (needle, {"lengths": []}, "lengths is empty"),
+        (needle, {"lengths": [400], "trials": 0}, "trials=0"),
+        (needle, {"lengths": [400], "trials": 3}, "depths has 5 values for trials=3"),
+        (needle, {"lengths": [400], "depths": [2.0]}, r"depths=2.0 is outside"),
+        (needle, {"lengths": [400], "kinds": ["all"]}, "choose from single, multi, kv"),
+        (needle, {"lengths": [40]}, "length=40 is smaller than the single needle prompt, which takes"),
+        (needle, {"lengths": [40], "kinds": ["kv"]}, "length=40 is smaller than the kv needle prompt"),
+        (topics, {"lengths": [100]}, "length=100 is smaller than 5 topics take"),
+        (topics, {"lengths": [1000], "count": 1}, "count=1 topics"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_runs(tokenizer, measure, arguments, message):
+    with pytest.raises(PoSEError, match=message):
+        measure(None, tokenizer, **arguments, **QUIET)
