@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,22 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pose_plugin.attention import RestartBoundaries, needs_one_row, require_packing_support
 from pose_plugin.collator import PositionCollator
-from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.frozen import warning_of_frozen_parts
+from pose_plugin.integrations.requirements import (
+    require_same_rope,
+    require_whole_rows,
+    require_window,
+    warn_of_other_settings,
+)
+from pose_plugin.integrations.saving import complete_card, config_beside_shards, probe_of, resumable, with_our_card
 from pose_plugin.integrations.unsloth import is_unsloth, require_unsloth_fits
 from pose_plugin.log import log, show_log
 from pose_plugin.positions import coverage, simulable
-from pose_plugin.ranks import beside_training, together
+from pose_plugin.ranks import together
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
-from pose_plugin.serving import complete_folder, read_record
-from pose_plugin.serving.card import write_card
-from pose_plugin.serving.probe import take_probe
+from pose_plugin.serving import complete_folder
 from pose_plugin.serving.record import model_facts, run_facts
 
 
@@ -65,7 +68,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
             callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
-    _with_our_card(trainer)
+    with_our_card(trainer)
     return callback
 
 
@@ -88,7 +91,7 @@ class PoSECallback(TrainerCallback):
             config_beside_shards(model.config, Path(folder))
         complete_folder(folder, model.config, settings, tokenizer, facts=facts, probe=self.answered)
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
-            _resumable(Path(folder) / "config.json")
+            resumable(Path(folder) / "config.json")
         else:
             complete_card(folder)
 
@@ -185,84 +188,6 @@ class PoSECallback(TrainerCallback):
             log.info("self-test passed: %s", report)
 
 
-def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
-    """Names what differs between the settings of a checkpoint and those of the run that resumes it."""
-    before = read_record(checkpoint)
-    now = settings.model_dump(mode="json")
-    # The rope of a checkpoint is the model's, which `require_same_rope` looks after where the settings name one.
-    names = [key for key in now if key not in ("rope", "self_test") and before.get(key, now[key]) != now[key]]
-    if names:
-        log.warning(
-            "resuming %s with other settings than it was trained with: %s",
-            checkpoint,
-            ", ".join(f"{key}={before[key]} → {now[key]}" for key in names),
-        )
-
-
-def require_same_rope(config: Any, settings: PoSESettings) -> None:
-    """Checks a `rope` that was named in the settings against what the model was built with.
-
-    Raises:
-        PoSEError: they differ; the settings alone change no model.
-    """
-    built = (getattr(config.get_text_config(), "pose_plugin", None) or {}).get("rope")
-    asked = settings.rope.type
-    if "rope" in settings.model_fields_set and built and asked not in (built, "auto", "none"):
-        raise PoSEError(
-            f"rope={asked}, but the model was built with rope={built}: the collator changes no frequencies. Build the "
-            f"model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or leave rope "
-            "out here"
-        )
-
-
-def config_beside_shards(config: Any, folder: Path) -> None:
-    """With SHARDED_STATE_DICT nothing but shards is saved, and whoever merges them would take the base's config."""
-    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-        return
-    config.save_pretrained(folder)
-    if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
-        log.warning(
-            "%s holds the extended config, but no weights, since fsdp_state_dict_type is SHARDED_STATE_DICT. Merge "
-            "those of a checkpoint into it: accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 %s. "
-            "FULL_STATE_DICT saves them whole, and adapters need it",
-            folder,
-            folder,
-        )
-
-
-def require_whole_rows(trainer: Trainer) -> None:
-    """Checks that no row is split over devices.
-
-    Raises:
-        PoSEError: context or sequence parallelism is on. Its ring of devices takes neither the mask nor the rule that
-            keep the chunks of a row together.
-    """
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    for key in ("cp_size", "sp_size"):
-        size = getattr(parallel, key, None) or 1
-        if size > 1:
-            raise PoSEError(
-                f"{key}={size} splits each row over {size} devices, and chunks on different ones would not be kept "
-                f"together. Set {key}: 1: PoSE rows are short, and data parallelism or ZeRO-3/FSDP uses the devices"
-            )
-
-
-def require_window(config: Any, target_length: int) -> None:
-    """Checks that a model was built for the target.
-
-    Raises:
-        PoSEError: its maximum is below the target, or it has none (no rotary positions).
-    """
-    text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if most is None or most < target_length:
-        raise PoSEError(
-            f"the model ({text.model_type}) has max_position_embeddings={most}, but "
-            f"target_length={target_length}. Build it from extend_context(config, "
-            f"target_length={target_length}, rope='yarn'); rope='none' keeps the frequencies as they are"
-        )
-
-
 def _around_training(trainer: Trainer, callback: PoSECallback) -> None:
     """Looks at what is resumed; and a run that ends in an exception does not call `on_train_end`."""
     train = trainer.train
@@ -295,61 +220,3 @@ def _with_plain_positions(trainer: Trainer, name: str, collator: PositionCollato
             trainer.data_collator = collator
 
     setattr(trainer, name, make_plain)
-
-
-def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
-    """What the model answers now, for `pose-plugin check`; None, with a warning, where it cannot be asked.
-
-    On every rank, as FSDP and ZeRO-3 gather weights in the forward.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
-    try:
-        with beside_training(trainer.model_wrapped):
-            return take_probe(
-                model,
-                settings.target_length,
-                compute=mixed,
-                forward=trainer.model_wrapped if spread else None,
-                device=trainer.args.device if spread else None,
-            )
-    except Exception as error:
-        # The weights are saved already, and a run is worth more than its proof.
-        log.warning("no probe of the trained model could be taken, so `pose-plugin check` cannot compare: %s", error)
-        return None
-
-
-def complete_card(folder: str | Path) -> None:
-    """Puts our part into README.md; a card is no reason to fail after the training."""
-    try:
-        write_card(folder)
-    except Exception as error:
-        log.warning("no model card for %s: %s. `pose-plugin card` writes it", folder, error)
-
-
-def _with_our_card(trainer: Trainer) -> None:
-    """Frameworks write README.md anew at the end, at checkpoints and at uploads."""
-    create = trainer.create_model_card
-
-    @functools.wraps(create)
-    def create_model_card(*args: Any, **kwargs: Any) -> Any:
-        result = create(*args, **kwargs)
-        if trainer.is_world_process_zero():
-            complete_card(trainer.args.output_dir or ".")
-        return result
-
-    trainer.create_model_card = create_model_card  # type: ignore[method-assign]
-
-
-def _resumable(file: Path) -> None:
-    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
-
-    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
-    and dies for want of max_position_embeddings.
-    """
-    if not file.exists():
-        return
-    values = json.loads(file.read_text(encoding="utf-8"))
-    if values.get("rope_parameters") and values.pop("rope_scaling", None):
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -422,7 +422,7 @@ def test_rows_split_over_devices(tmp_path, key):
     def case():
         from types import SimpleNamespace
 
-        from pose_plugin.integrations.trainer import require_whole_rows
+        from pose_plugin.integrations.requirements import require_whole_rows
 
         sizes = {"cp_size": 1, "sp_size": 1, key: 2}
         require_whole_rows(SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))))

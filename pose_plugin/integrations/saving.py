@@ -1,0 +1,90 @@
+"""What a trainer's saving leaves out: the probe, the config beside shards, our part of the card."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from pose_plugin.config import PoSESettings
+from pose_plugin.log import log
+from pose_plugin.ranks import beside_training
+from pose_plugin.serving.card import write_card
+from pose_plugin.serving.probe import take_probe
+
+
+def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
+    """What the model answers now, for `pose-plugin check`; None, with a warning, where it cannot be asked.
+
+    On every rank, as FSDP and ZeRO-3 gather weights in the forward.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
+    try:
+        with beside_training(trainer.model_wrapped):
+            return take_probe(
+                model,
+                settings.target_length,
+                compute=mixed,
+                forward=trainer.model_wrapped if spread else None,
+                device=trainer.args.device if spread else None,
+            )
+    except Exception as error:
+        # The weights are saved already, and a run is worth more than its proof.
+        log.warning("no probe of the trained model could be taken, so `pose-plugin check` cannot compare: %s", error)
+        return None
+
+
+def complete_card(folder: str | Path) -> None:
+    """Puts our part into README.md; a card is no reason to fail after the training."""
+    try:
+        write_card(folder)
+    except Exception as error:
+        log.warning("no model card for %s: %s. `pose-plugin card` writes it", folder, error)
+
+
+def with_our_card(trainer: Trainer) -> None:
+    """Frameworks write README.md anew at the end, at checkpoints and at uploads."""
+    create = trainer.create_model_card
+
+    @functools.wraps(create)
+    def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        result = create(*args, **kwargs)
+        if trainer.is_world_process_zero():
+            complete_card(trainer.args.output_dir or ".")
+        return result
+
+    trainer.create_model_card = create_model_card  # type: ignore[method-assign]
+
+
+def config_beside_shards(config: Any, folder: Path) -> None:
+    """With SHARDED_STATE_DICT nothing but shards is saved, and whoever merges them would take the base's config."""
+    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+        return
+    config.save_pretrained(folder)
+    if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+        log.warning(
+            "%s holds the extended config, but no weights, since fsdp_state_dict_type is SHARDED_STATE_DICT. Merge "
+            "those of a checkpoint into it: accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 %s. "
+            "FULL_STATE_DICT saves them whole, and adapters need it",
+            folder,
+            folder,
+        )
+
+
+def resumable(file: Path) -> None:
+    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
+
+    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
+    and dies for want of max_position_embeddings.
+    """
+    if not file.exists():
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values.get("rope_parameters") and values.pop("rope_scaling", None):
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
