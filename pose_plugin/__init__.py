@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pose_plugin.beacon import BeaconCache, BeaconConfig, condensing
     from pose_plugin.config import PoSESettings, RopeSettings
     from pose_plugin.errors import PoSEError, RopeMismatchError, SelfTestError
     from pose_plugin.integrations.axolotl import PosePlugin
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BeaconCache": "beacon",
+    "BeaconConfig": "beacon",
     "PoSECollator": "integrations.trl",
     "PoSEError": "errors",
     "PoSESettings": "config",
@@ -34,6 +37,7 @@ _HOME = {
     "RopeMismatchError": "errors",
     "RopeSettings": "config",
     "SelfTestError": "errors",
+    "condensing": "beacon",
     "coverage": "positions",
     "extend_context": "rope",
     "load_extended": "serving.loading",
@@ -42,6 +46,8 @@ _HOME = {
 }
 
 __all__ = [
+    "BeaconCache",
+    "BeaconConfig",
     "PoSECollator",
     "PoSEError",
     "PoSESettings",
@@ -49,6 +55,7 @@ __all__ = [
     "RopeMismatchError",
     "RopeSettings",
     "SelfTestError",
+    "condensing",
     "coverage",
     "extend_context",
     "load_extended",

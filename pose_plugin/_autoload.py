@@ -6,7 +6,8 @@ leaves one import hook that acts when Axolotl's modules are imported, and is gon
 finds the plugin by its own entry point and is left alone. Off with TORCH_DEVICE_BACKEND_AUTOLOAD=0; then
 `plugins: [pose_plugin.PosePlugin]` works.
 
-The same hook lets PEFT warn where an adapter of ours is put on a base without the extension.
+The same hook lets PEFT warn where an adapter of ours is put on a base without the extension, and load Beacon adapters
+by their saved type.
 
 Nothing here may raise: torch would refuse to be imported.
 """
@@ -14,6 +15,7 @@ Nothing here may raise: torch would refuse to be imported.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -25,6 +27,7 @@ from typing import Any
 
 _NAME = "pose_plugin"
 _DOTTED = "pose_plugin.PosePlugin"
+_BEACON = "POSE_PLUGIN_BEACON"
 
 
 def install() -> None:
@@ -134,6 +137,7 @@ FORGOTTEN_LINE = (
     "effect. Add `plugins: [pose_plugin]`, or remove the block"
 )
 
+
 def _notice_plain_bases(peft_model: ModuleType) -> None:
     """peft.peft_model: an adapter of ours that is put on a base without the extension is warned about."""
     owner = peft_model.PeftModel
@@ -155,8 +159,35 @@ def _notice_plain_bases(peft_model: ModuleType) -> None:
     owner.from_pretrained = classmethod(from_pretrained)
 
 
+def _make_beacons_known(config: ModuleType) -> None:
+    """peft.config: a saved adapter of type POSE_PLUGIN_BEACON loads without an import of ours.
+
+    Whoever loads another adapter pays for one comparison.
+    """
+    owner = config.PeftConfigMixin
+    for name in ("_get_peft_type", "from_peft_type"):
+        original = owner.__dict__[name].__func__
+        if not getattr(original, "_pose_plugin", False):
+            setattr(owner, name, classmethod(_knowing_beacons(original)))
+
+
+def _knowing_beacons(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def known(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("peft_type") == _BEACON:
+            importlib.import_module("pose_plugin.beacon")
+        found = original(cls, *args, **kwargs)
+        if found == _BEACON:
+            importlib.import_module("pose_plugin.beacon")
+        return found
+
+    known._pose_plugin = True  # type: ignore[attr-defined]
+    return known
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "axolotl.integrations.base": _accept_bare_name,
     "axolotl.utils.config": _notice_forgotten_line,
+    "peft.config": _make_beacons_known,
     "peft.peft_model": _notice_plain_bases,
 }

@@ -47,6 +47,11 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self.condensed_since_step = 0
         self._base_forward: Any = None
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            # Imported here, since it imports the Trainer, which only training needs.
+            from pose_plugin.integrations.beacon import watch
+
+            watch(self)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         return peft_config  # the names are looked up in the model, below

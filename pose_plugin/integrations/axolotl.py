@@ -2,7 +2,7 @@
 
 The literal name without a dot reaches this class by an entry point: in 0.21 the group `axolotl.plugins`, before that
 the import hook of `pose_plugin._autoload`. 0.21 calls the hooks of every installed plugin in every run, so all of them
-do nothing without a `pose:` block.
+do nothing without a `pose:` block or `adapter: beacon`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
 from axolotl.utils.collators.batching import DataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
 from pydantic import BaseModel, Field
 
@@ -21,6 +21,7 @@ from pose_plugin._autoload import FORGOTTEN_LINE
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
+from pose_plugin.integrations import axolotl_beacon as beacon
 from pose_plugin.integrations.trainer import bind
 from pose_plugin.log import log, show_log
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
@@ -32,10 +33,13 @@ _BUILT_IN = ("use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pos
 
 
 class PoSEArgs(BaseModel):
-    """What Axolotl's schema gains: one block. Its fields are those of `PoSESettings`."""
+    """What Axolotl's schema gains. The fields of the blocks are those of `PoSESettings` and of `BeaconConfig`."""
 
     pose: dict[str, Any] | None = Field(
         default=None, json_schema_extra={"description": "Context window extension by pose_plugin"}
+    )
+    beacon: dict[str, Any] | None = Field(
+        default=None, json_schema_extra={"description": "Activation Beacon by pose_plugin, for adapter: beacon"}
     )
 
 
@@ -58,8 +62,10 @@ class PosePlugin(BasePlugin):
         """
         show_log()
         listed = [name for name in map(str, cfg.get("plugins") or []) if name.startswith(_BARE)]
+        if self._is_live():
+            beacon.prepare(cfg)
         if cfg.get("pose") is None:
-            if listed and self._is_live():
+            if listed and self._is_live() and not beacon.is_beacon(cfg):
                 log.warning(
                     "plugins names pose_plugin, but there is no `pose:` block: this run trains as without it. Add one, "
                     "e.g. `pose: {target_length: 32768}`, or remove the plugin"
@@ -87,12 +93,23 @@ class PosePlugin(BasePlugin):
     def get_input_args(self) -> str | None:
         return f"{PoSEArgs.__module__}.{PoSEArgs.__qualname__}" if self._is_live() else None
 
+    def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
+        return [AdapterCapabilities(name=beacon.ADAPTER)] if self._is_live() else []
+
+    def load_adapter(self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False) -> Any:
+        return beacon.load(model, cfg, inference, config_only) if self._is_live() else None
+
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> Any:
         if not self._active(cfg):
             return None
         return make_collator, {"settings": settings_of(cfg), "training": not is_eval}
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        if beacon.is_beacon(cfg) and self._is_live():
+            # Imported here: other runs need nothing of it.
+            from pose_plugin.integrations.beacon import bind_beacon
+
+            bind_beacon(trainer)
         if not self._active(cfg):
             return
         collator = trainer.data_collator
