@@ -356,7 +356,7 @@ def test_saved_folder(runs, name, part):
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == TARGET
     record = json.loads((folder / "pose.json").read_text())
     assert record["target_length"] == TARGET and record["rope"]["type"] == "linear"
-    assert PoSESettings(**{key: record[key] for key in PoSESettings.model_fields}) == settings(name)
+    assert PoSESettings(**{key: record[key] for key in PoSESettings.model_fields if key in record}) == settings(name)
     assert record["method"] == {"packed": "full"}.get(name, name) and record["model"]["original_length"] == 64
     assert record["base"] == {"name": str(runs.home / "base"), "revision": None}
     assert record["trained"]["steps"] == 2 and record["versions"].keys() >= {"axolotl", "transformers", "torch"}
