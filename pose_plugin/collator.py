@@ -44,6 +44,7 @@ class PositionCollator:
     Attributes:
         training: False gives plain positions and whole documents, as evaluation needs them.
         one_row: True puts packed rows one behind the other into a single one, as FlashAttention needs it.
+        packs: whether the trainer was made ready for packed rows; None where no trainer was.
     """
 
     def __init__(self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right") -> None:
@@ -52,6 +53,7 @@ class PositionCollator:
         self.padding_side = padding_side
         self.training = True
         self.one_row = False
+        self.packs: bool | None = None
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
         # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest.
@@ -108,6 +110,9 @@ class PositionCollator:
     ) -> dict[str, Any]:
         """`__call__` with the windows drawn by `draw`, for tests and the start-up self-test."""
         packs, packed = _as_packs(features)
+        for pack in packs:
+            for feature in pack:
+                _require_one_document(feature)
         packs = [[_unpadded(feature) for feature in pack] for pack in packs]
         documents = [_tokens(feature) for pack in packs for feature in pack]
         windows = draw(documents)
@@ -148,6 +153,12 @@ class PositionCollator:
         # A padding-free collator stacks all rows into one.
         if input_ids.shape[0] == 1 and len(rows) > 1:
             rows, packed = [[window for row in rows for window in row]], True
+        if packed and self.training and self.packs is False:
+            raise PoSEError(
+                f"rows come packed (seq_lengths in the data, or a collator, {type(self.collate).__name__}, that joins "
+                "them), but the trainer was not told, and chunks would be cut apart. Let the trainer "
+                "pack (Axolotl: sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
+            )
         length = input_ids.shape[1]
         positions = torch.empty(input_ids.shape, dtype=torch.int64)
         mask = torch.zeros(input_ids.shape, dtype=torch.int64)
@@ -287,6 +298,22 @@ def _unpadded(feature: Feature) -> Feature:
             "padding at its ends can be taken off. Remove the hidden tokens from the sample"
         )
     return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
+
+
+def _require_one_document(feature: Feature) -> None:
+    """Rows that were packed before they came here tell it by positions or a mask alone, which are written anew."""
+    size = len(feature.get("input_ids", ()))
+    mask, positions = feature.get("attention_mask"), feature.get("position_ids")
+    used = np.asarray(mask) if _per_token(mask, size) else np.ones(size, dtype=np.int64)
+    found = f"an attention_mask that numbers {used.max()} documents" if used.size and used.max() > 1 else None
+    if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[used != 0]) < 1).any()):
+        found = "position_ids that begin anew in the middle"
+    if found:
+        raise PoSEError(
+            f"a sample of {size} tokens has {found}: documents that were packed before would be trained as one. Give "
+            "single documents and let the trainer pack, or name their lengths in a column seq_lengths; if the sample "
+            "is one document, remove the column"
+        )
 
 
 def _per_token(value: Any, size: int) -> bool:

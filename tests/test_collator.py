@@ -652,3 +652,35 @@ def test_what_is_no_tokenizer_or_collator_is_refused():
     for wrong in ({"tokenizer": "gpt2"}, {"tokenizer": make_tokenizer(), "collate": 2048}):
         with pytest.raises(PoSEError, match="settings are keywords"):
             PoSECollator(**wrong, target_length=64)
+
+
+@pytest.mark.parametrize(
+    "columns, words",
+    [
+        ({"position_ids": [0, 1, 2, 0, 1, 2]}, "position_ids that begin anew"),
+        ({"position_ids": torch.tensor([0, 1, 2, 3, 0, 1])}, "position_ids that begin anew"),
+        ({"attention_mask": [1, 1, 1, 2, 2, 0]}, "an attention_mask that numbers 2 documents"),
+    ],
+)
+@pytest.mark.parametrize("pack", [False, True])
+def test_samples_that_were_packed_before(columns, words, pack):
+    features = rows(SIX, **columns)
+    with pytest.raises(PoSEError, match=words):
+        collator()([features] if pack else features)
+
+
+def test_a_column_of_positions_of_one_document():
+    """Padding may count from 0 again; it is taken off."""
+    features = rows(SIX, position_ids=[0, 1, 2, 3, 0, 0], attention_mask=[1, 1, 1, 1, 0, 0])
+    assert collator().assemble(features, fixed(W4))["position_ids"].tolist() == [[0, 1, 2, 7]]
+
+
+def test_packed_rows_that_the_trainer_does_not_know_of():
+    feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
+    bound = collator(trl_language_modeling(padding_free=True))
+    bound.packs = False
+    with pytest.raises(PoSEError, match="rows come packed"):
+        bound([feature])
+    # Positions of evaluation are plain, and cut by any rule.
+    bound.training = False
+    assert bound([feature])["position_ids"].tolist() == [[*range(6), *range(3)]]

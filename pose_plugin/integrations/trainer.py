@@ -42,6 +42,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         pack: how rows are packed, see `self_test`.
     """
     show_log()
+    collator.packs = pack is not None
     # Evaluation may pack too, with a collator of its own.
     for each in (collator, getattr(trainer, "eval_data_collator", None)):
         if isinstance(each, PositionCollator):

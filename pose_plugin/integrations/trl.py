@@ -127,7 +127,7 @@ def _sft_trainer() -> type | None:
 def _after_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **kwargs)
     if isinstance(trainer.data_collator, PoSECollator):
-        pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate)
+        pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or _packed_before(trainer)
         bind(trainer, trainer.data_collator, pack=pack)
 
 
@@ -164,6 +164,23 @@ def _flattened(collate: Any) -> str | None:
     """Some collators put a batch into one row without being asked by the trainer."""
     flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
     return "seq_lengths" if flat else None
+
+
+def _packed_before(trainer: Any) -> str | None:
+    """Whether the data set was packed before the trainer was made, by `trl.pack_dataset`.
+
+    Raises:
+        PoSEError: the trainer would drop the column that says where documents end.
+    """
+    if "seq_lengths" not in (getattr(trainer.train_dataset, "column_names", None) or ()):
+        return None
+    trainer._set_signature_columns_if_needed()
+    if trainer.args.remove_unused_columns and "seq_lengths" not in trainer._signature_columns:
+        raise PoSEError(
+            "train_dataset has the column seq_lengths, so its rows are packed, but the trainer drops it and would "
+            "train each row as one document. Set remove_unused_columns=False, or give single documents"
+        )
+    return "seq_lengths"
 
 
 def _padding_free(args: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,13 @@ def flattening(folder):
     return transformers_trainer(folder, DataCollatorWithFlattening())
 
 
+def packed_before(count=trl_runs.ROWS):
+    """Rows as `trl.pack_dataset` leaves them: three documents each, and where they end."""
+    picker = random.Random(0)
+    rows = [[picker.randrange(30, 100) for _ in range(60)] for _ in range(count)]
+    return [{"input_ids": row, "labels": row, "seq_lengths": [20, 25, 15]} for row in rows]
+
+
 # The runs, and whether their rows are packed: then no mask reaches the model.
 CASES = {
     "plain": (plain, False),
@@ -100,6 +108,7 @@ CASES = {
     "bfd": (options(packing=True), True),
     "bfd eager": (options(packing=True, attention="eager"), True),
     "padding free": (options(padding_free=True, max_length=None), True),
+    "packed before": (options(rows=packed_before()), True),
     "assistant only": (assistant_only, False),
     "no checkpointing": (options(gradient_checkpointing=False), False),
     "nll loss": (options(loss_type="nll"), False),
@@ -438,6 +447,26 @@ def test_padding_free_rows_with_a_foreign_collator(tmp_path):
         "PoSEError: padding_free and packing_strategy='bfd' need TRL's own collator",
         "use packing_strategy='wrapped'",
     )
+
+
+def test_rows_packed_before_whose_borders_the_trainer_drops(tmp_path):
+    def case(keep):
+        from datasets import Dataset
+        from transformers import Trainer, TrainingArguments
+
+        from pose_plugin import PoSECollator
+
+        model, tokenizer = trl_runs.make_model(tmp_path)
+        args = TrainingArguments(
+            str(tmp_path / "out"), use_cpu=True, report_to=[], max_steps=2, remove_unused_columns=not keep
+        )
+        collator = PoSECollator(tokenizer, target_length=TARGET, train_length=WINDOW)
+        data = Dataset.from_list(packed_before())
+        return trl_runs.run(Trainer(model, args, train_dataset=data, data_collator=collator), save=False)
+
+    refused(lambda: case(keep=False), "PoSEError: train_dataset has the column seq_lengths", "remove_unused_columns=")
+    lengths = {len(tokens) for step in forked(case, True).value["steps"] for tokens, _ in step}
+    assert lengths == {20, 25, 15}
 
 
 def test_an_attention_function_that_cannot_be_packed(tmp_path):
