@@ -1,0 +1,241 @@
+"""`SFTTrainer(peft_config=BeaconConfig(…))` and the plain Trainer, on one process and on two."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
+
+from tests.forked import CaseError, forked, good_ranks, ranks
+from tests.integration import distributed
+from tests.integration.trl_runs import make_model, words
+
+LENGTHS = (20, 40, 40, 70, 70, 90, 100, 110)  # intervals of 16 in a window of 64: from 2 to 7 a text
+
+
+def trainer_of(folder: Path, framework: str = "trl", adapter: dict[str, Any] | None = None, **config: Any) -> Any:
+    """Four steps of two rows."""
+    import torch
+    from datasets import Dataset
+
+    from pose_plugin import BeaconConfig
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    values = {
+        "output_dir": str(folder / "out"),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2 // world,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        **config,
+    }
+    picker = random.Random(0)
+    rows = [{"text": words(picker, count)} for count in LENGTHS * 2]
+    beacon = BeaconConfig(**{"interval": 16, "ratios": [2, 4, 8], "headroom": 0, **(adapter or {})})
+    if framework == "trl":
+        from trl import SFTConfig, SFTTrainer
+
+        args: Any = SFTConfig(**{"max_length": 128, **values})
+        model, tokenizer = make_model(folder, extended=False)
+        torch.manual_seed(0)
+        data = Dataset.from_list(rows)
+        return SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, peft_config=beacon)
+    from peft import get_peft_model
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    model, tokenizer = make_model(folder, extended=False)
+    tokens = [{"input_ids": tokenizer.encode(row["text"])} for row in rows]
+    return Trainer(
+        get_peft_model(model, beacon),
+        args=TrainingArguments(**values),
+        train_dataset=Dataset.from_list(tokens),
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+
+
+def learn(folder: Path, framework: str = "trl", resume: str | None = None, **config: Any) -> dict[str, Any]:
+    import torch
+
+    from pose_plugin.beacon import find_tuner
+
+    strategy = config.pop("strategy", None)
+    if strategy:
+        distributed.on_cpu(strategy)
+    trainer = trainer_of(folder, framework, **config)
+    tuner = find_tuner(trainer.model)
+    plan, drawn = tuner.plan, []
+
+    def watched(cache: Any, tokens: int, *args: Any, **kwargs: Any) -> list[int]:
+        found = plan(cache, tokens, *args, **kwargs)
+        if tuner.training and torch.is_grad_enabled():
+            drawn.append((tokens, found))
+        return found
+
+    tuner.plan = watched
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    return {
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "drawn": drawn,
+        "callbacks": [type(each).__name__ for each in trainer.callback_handler.callbacks],
+        "names": sorted(n for n, p in trainer.model.named_parameters() if p.requires_grad),
+        "stage": distributed.stage(trainer),
+        "world": trainer.args.world_size,
+    }
+
+
+def run(folder: Path, *args: Any, **kwargs: Any) -> Any:
+    return forked(functools.partial(learn, folder, *args, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    distributed.import_frameworks()
+    folder = tmp_path_factory.mktemp("beacon")
+    forked(make_base, folder)
+    return folder
+
+
+def make_base(folder: Path) -> None:
+    make_model(folder, extended=False)
+
+
+@pytest.fixture(scope="module")
+def single(home) -> Any:
+    return run(home, save_strategy="steps", save_steps=2)
+
+
+def test_sft_trainer_binds_by_itself(single):
+    found = single.value
+    assert found["callbacks"].count("BeaconCallback") == 1
+    assert found["names"] and all("beacon_" in name for name in found["names"])
+    assert "the first step that condensed left a gradient" in single.output
+    assert len(found["losses"]) == 4
+
+
+def test_rows_of_a_batch_have_the_same_number_of_intervals(home):
+    def case() -> list[set[int]]:
+        from pose_plugin.beacon import interval_count
+        from pose_plugin.integrations.beacon import bind_beacon
+
+        trainer = trainer_of(home)
+        bind_beacon(trainer)
+        batches = trainer.get_train_dataloader()
+        return [{interval_count(int(n), 16) for n in batch["attention_mask"].sum(1)} for batch in batches]
+
+    counts = forked(case).value
+    assert all(len(each) == 1 for each in counts) and len(set.union(*counts)) > 3
+
+
+def test_a_resumed_run_draws_and_learns_what_the_first_did(home, single):
+    again = run(home, resume=str(home / "out" / "checkpoint-2"))
+    assert again.value["drawn"] == single.value["drawn"][2:]
+    assert again.value["losses"][-2:] == pytest.approx(single.value["losses"][-2:], abs=1e-4)
+
+
+def test_plain_loss_without_checkpointing_gives_the_same_run(home, single):
+    """TRL's default is to checkpoint."""
+    other = run(home, loss_type="nll", gradient_checkpointing=False)
+    assert other.value["drawn"] == single.value["drawn"]
+    assert other.value["losses"] == pytest.approx(single.value["losses"], abs=1e-4)
+
+
+def test_the_transformers_trainer(home):
+    found = run(home, "transformers").value
+    assert found["callbacks"].count("BeaconCallback") == 1 and len(found["drawn"]) == 4
+
+
+REFUSED = {
+    "packing": ({"packing": True}, "packing=True puts several texts"),
+    "padding free": ({"padding_free": True, "max_length": None}, "padding_free=True puts several texts"),
+    "reentrant": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "zero gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_the_first_step(home, name):
+    changes, message = REFUSED[name]
+    with pytest.raises(CaseError, match=message):
+        run(home, **changes)
+
+
+def test_a_run_whose_beacons_get_no_gradient_is_stopped(home):
+    """What any fault that loses the gradient looks like; reentrant checkpointing is one."""
+
+    def case() -> None:
+        from pose_plugin.beacon.cache import BeaconCache
+
+        close = BeaconCache.close
+
+        def cut(self: Any, *args: Any) -> None:
+            close(self, *args)
+            self.pieces = [[(k.detach(), v.detach()) for k, v in layers] for layers in self.pieces]
+
+        BeaconCache.close = cut  # type: ignore[method-assign]
+        trainer_of(home).train()
+
+    with pytest.raises(CaseError, match="gradient norm is 0"):
+        forked(case)
+
+
+def test_texts_within_one_interval_are_warned_about(home):
+    assert "nothing was condensed" in run(home, adapter={"interval": 32, "ratios": [2]}, max_length=30).output
+
+
+def test_trainers_are_left_as_they_were(home):
+    def case() -> tuple[bool, bool]:
+        from transformers import Trainer
+
+        before = Trainer.train
+        trainer = trainer_of(home)
+        during = Trainer.train is before
+        del trainer
+        gc.unfreeze()
+        gc.collect()
+        return during, Trainer.train is before
+
+    assert forked(case).value == (False, True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_two_ranks_draw_and_learn_what_one_process_does(home, single, strategy):
+    if strategy != "ddp":
+        pytest.importorskip("deepspeed")
+    environment = distributed.environment(distributed.Case("trl", strategy, "lora"))
+    case = functools.partial(
+        learn, home, output_dir=str(home / strategy), strategy=strategy, gradient_checkpointing=False
+    )
+    both = [outcome.value for outcome in good_ranks(case, **environment)]
+    assert [each["world"] for each in both] == [2, 2]
+    assert {each["stage"] for each in both} == {{"ddp": None, "zero2": 2, "zero3": 3}[strategy]}
+    # Of each rank the lengths are its own rows', the ratios are the same.
+    ratios = [[found for _, found in each["drawn"]] for each in (*both, single.value)]
+    assert ratios[0] == ratios[1] == ratios[2]
+    assert both[0]["losses"] == pytest.approx(single.value["losses"], abs=2e-4)
+    saved = [distributed.saved_values(home / folder) for folder in ("out", strategy)]
+    assert saved[0].keys() == saved[1].keys()
+
+
+def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradient(home):
+    """TRL's defaults."""
+    pytest.importorskip("deepspeed")
+    environment = distributed.environment(distributed.Case("trl", "zero3", "lora"))
+    case = functools.partial(learn, home, output_dir=str(home / "no"), strategy="zero3")
+    for found in ranks(case, **environment):
+        assert isinstance(found, CaseError) and "use ZeRO-2 there" in str(found)
