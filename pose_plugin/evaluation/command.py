@@ -10,9 +10,11 @@ from pose_plugin.errors import PoSEError
 
 if TYPE_CHECKING:
     from pose_plugin.evaluation.loading import Source
-    from pose_plugin.evaluation.report import ModelResult, Report
+    from pose_plugin.evaluation.report import Report
+    from pose_plugin.evaluation.tasks import Plan
 
-TASKS = ("passkey", "perplexity")
+TASKS = ("passkey", "perplexity", "needle", "topics", "longppl", "gap", "short")
+WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 EPILOG = """\
 example, the three rows every claim needs (base, RoPE only, trained):
   pose-plugin evaluate base-model my-adapter --extend target_length=32768,rope=yarn \\
@@ -26,20 +28,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
     add("--lengths", required=True, help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes")
-    add("--tasks", help="passkey,perplexity; default: passkey, and perplexity if there are --texts")
+    add("--tasks", help=f"of {', '.join(TASKS)}, or all; default: passkey, and perplexity if there are --texts")
     add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
-    add("--texts", nargs="+", default=[], metavar="FILE", help="documents for perplexity, UTF-8")
+    add("--texts", nargs="+", default=[], metavar="FILE", help="documents for perplexity, longppl, gap, short; UTF-8")
     add("--label", action="append", default=[], metavar="NAME=PATH", help="how a MODEL is called in tables")
     add("--extend", action="append", default=[], metavar="SETTINGS",
         help="also evaluate the first MODEL with its RoPE stretched and no training, e.g. "
         "target_length=2048,rope=linear")  # fmt: skip
-    add("--trials", type=int, default=50, help="passkey prompts a length (default 50)")
-    add("--depths", help="depths of the key, e.g. 0,0.25,0.5,0.75,1; default: drawn at random")
-    add("--filler", metavar="FILE", help="a real text to hide passkeys in, instead of grass and sky")
+    add("--trials", type=int, default=50, help="prompts a length of passkey, topics and each needle kind (default 50)")
+    add(
+        "--depths",
+        help="depths of key and needle, e.g. 0,0.25,0.5,0.75,1; default: the needle's these, the key's drawn at random",
+    )
+    add("--filler", metavar="FILE", help="a real text to hide keys and needles in, instead of grass and sky")
     add("--seed", type=int, default=0, help="of keys and depths (default 0)")
     add("--stride", type=int, help="perplexity: tokens from window to window; default: half of each length")
     add("--max-windows", type=int, help="perplexity: windows a length; default: all")
     add("--max-tokens", type=int, help="perplexity: tokens of each text, from its start; default: all")
+    add("--kinds", default="single,multi,kv", help="of needles; default single,multi,kv")
+    add("--evaluator", metavar="MODEL", help="longppl: which MODEL says what is a key token; default: the last")
+    add("--short-context", type=int, help="longppl: the short context, in tokens; default: the trained window")
+    add("--short-length", type=int, help="short: window of the guard; default: the first MODEL's own window")
+    add("--harness", metavar="TASKS", help="tasks of lm-eval beside, e.g. niah_single_1,ruler_vt,longbench")
+    add("--harness-limit", type=int, help="samples a task of lm-eval; default: all")
+    add("--harness-path", metavar="DIR", help="a folder with more lm-eval task YAMLs")
+    add("--plan", action="store_true", help="only say how long it would take and how much memory")
+    add("--fresh", action="store_true", help="measure anew what --output holds already")
     add("--batch-size", type=int, help="sequences in one forward; default: about 16k tokens")
     add("--train-length", type=int, help="the trained window, to mark it; default: as recorded")
     add("--target-length", type=int, help="the wanted window, to mark it; default: as recorded")
@@ -50,16 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the input, then evaluates model after model; numbers are written after each of them.
+    """Checks the input, then evaluates model after model; each figure is on disk as soon as it is there.
+
+    Returns:
+        0; 1 where something was left out, as it did not fit in memory, say.
 
     Raises:
         PoSEError: input that cannot work, named before any weights are loaded where that can be.
     """
-    lengths = _lengths(args.lengths)
     tasks = _tasks(args)
-    texts = [_read(path) for path in args.texts] if "perplexity" in tasks else []
-    filler = _read(args.filler) if args.filler else None
-    depths = _numbers("depths", args.depths) if args.depths else None
+    plan = _plan(args, tasks)
     output = Path(args.output)
     if output.exists() and not output.is_dir():
         raise PoSEError(f"--output {output} is a file; name a folder")
@@ -68,62 +82,79 @@ def run(args: argparse.Namespace) -> int:
 
         require_matplotlib()
     sources = _sources(args)
-    if "passkey" in tasks:
-        from pose_plugin.evaluation.passkey import PasskeyBuilder, documents
-
-        for source in sources:
-            builder = PasskeyBuilder(source.tokenizer, filler_text=filler)
-            documents(builder, lengths[:1], args.trials, depths, args.seed)
-    if "perplexity" in tasks:
-        from pose_plugin.evaluation.perplexity import tokenised
-
-        for source in sources:
-            tokenised(source.tokenizer, texts, lengths, args.max_tokens)
+    _settle(plan, args, sources)
 
     from pose_plugin.evaluation.report import Report
+    from pose_plugin.evaluation.session import Session
 
+    evaluator = _evaluator(args, sources) if "longppl" in tasks else None
+    session = Session(plan, tasks, output, args.dtype, args.device, fresh=args.fresh)
+    session.check(sources, evaluator)
+    if args.plan:
+        print(session.forecast(sources))
+        return 0
     report = Report([], *_windows(args, sources))
-    for number, source in enumerate(sources, 1):
-        print(f"[{number}/{len(sources)}] {source.name}: {source.path}", flush=True)
-        report.models.append(_evaluate(source, args, lengths, tasks, texts, depths, filler))
-        report.write(output, figures=False)
+    try:
+        if evaluator is not None:
+            session.find_keys(evaluator)
+        for number, source in enumerate(sources, 1):
+            print(f"[{number}/{len(sources)}] {source.name}: {source.path}", flush=True)
+            for result in session.results(source):
+                # The same row, fuller each time, so that a stop in between keeps what there is.
+                report.models[number - 1 :] = [result]
+                result.notes[:] = [*source.notes, *_beyond(source, plan.lengths), *session.notes(source)]
+                report.write(output, figures=False)
+    except KeyboardInterrupt:
+        print(f"\nStopped. What is finished is kept in {output}; the same command goes on from there.")
+        raise
     written = report.write(output, figures=not args.no_figures)
     print(_prompt_shown(report) + report.text())
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
-    return 0
+    return 1 if session.left_out else 0
 
 
-def _evaluate(
-    source: Source,
-    args: argparse.Namespace,
-    lengths: list[int],
-    tasks: list[str],
-    texts: list[str],
-    depths: list[float] | None,
-    filler: str | None,
-) -> ModelResult:
-    import torch
+def _plan(args: argparse.Namespace, tasks: list[str]) -> Plan:
+    from pose_plugin.evaluation.tasks import Plan
 
-    from pose_plugin.evaluation.loading import load
-    from pose_plugin.evaluation.passkey import passkey
-    from pose_plugin.evaluation.perplexity import perplexity
-    from pose_plugin.evaluation.report import ModelResult
+    for name in ("trials", "stride", "max_windows", "max_tokens", "batch_size", "short_context", "short_length",
+                 "harness_limit"):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PoSEError(f"--{name.replace('_', '-')} {value}: {name}={value} must be at least 1")
+    return Plan(
+        lengths=_lengths(args.lengths),
+        texts=[_read(path) for path in args.texts] if any(task in WITH_TEXTS for task in tasks) else [],
+        trials=args.trials,
+        depths=_numbers("depths", args.depths) if args.depths else None,
+        kinds=tuple(kind.strip() for kind in args.kinds.split(",")),
+        filler=_read(args.filler) if args.filler else None,
+        seed=args.seed,
+        stride=args.stride,
+        max_windows=args.max_windows,
+        max_tokens=args.max_tokens,
+        batch_size=args.batch_size,
+        harness_tasks=tuple(_names(args.harness)),
+        harness_limit=args.harness_limit,
+        harness_path=args.harness_path,
+        progress=not args.quiet,
+    )
 
-    result = ModelResult(source.name, notes=[*source.notes, *_beyond(source, lengths)], facts=source.facts)
-    model = load(source, args.dtype, args.device)
-    shared: dict[str, Any] = {"batch_size": args.batch_size, "progress": not args.quiet}
-    if "passkey" in tasks:
-        result.passkey = passkey(
-            model, source.tokenizer, lengths, args.trials, depths, args.seed, filler_text=filler, **shared
-        )
-    if "perplexity" in tasks:
-        result.perplexity = perplexity(
-            model, source.tokenizer, texts, lengths, args.stride, args.max_windows, args.max_tokens, **shared
-        )
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return result
+
+def _settle(plan: Plan, args: argparse.Namespace, sources: list[Source]) -> None:
+    """What follows from the models."""
+    trained = _windows(args, sources)[0]
+    plan.short_length = args.short_length or sources[0].maximum or plan.lengths[0]
+    plan.short_context = args.short_context or trained or plan.lengths[0]
+
+
+def _evaluator(args: argparse.Namespace, sources: list[Source]) -> Source:
+    """The model that says which tokens are key, one of the models or another."""
+    if args.evaluator is None:
+        return sources[-1]
+    from pose_plugin.evaluation.loading import describe
+
+    same = [source for source in sources if args.evaluator in (source.path, source.name)]
+    return same[0] if same else describe(args.evaluator)
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -157,26 +188,43 @@ def _beyond(source: Source, lengths: list[int]) -> list[str]:
 
 
 def _prompt_shown(report: Report) -> str:
-    """One prompt, its middle left out."""
+    """One prompt of each kind, its middle left out."""
+    shown: dict[str, str] = {}
     for model in report.models:
         if model.passkey:
-            text = model.passkey.example
-            shown = text if len(text) <= 700 else f"{text[:350]} […] {text[-350:]}"
-            return f"\nOne passkey prompt with its answer, {model.passkey.lengths[0]} tokens:\n{shown}\n\n"
-    return "\n"
+            shown.setdefault(
+                f"passkey prompt with its answer, {model.passkey.lengths[0]} tokens", model.passkey.example
+            )
+        for result in (model.needle, model.topics):
+            for kind, text in result.examples.items() if result else ():
+                assert result is not None
+                shown.setdefault(f"{result.measure} prompt ({kind}), {result.lengths[0]} tokens", text)
+    parts = []
+    for title, text in shown.items():
+        text = text if len(text) <= 700 else f"{text[:350]} […] {text[-350:]}"
+        parts.append(f"\nOne {title}:\n{text}\n")
+    return "".join(parts) + "\n"
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:
     if args.tasks is None:
-        return list(TASKS) if args.texts else ["passkey"]
-    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks:
-        named = ", ".join(unknown) or "(none)"
-        raise PoSEError(f"--tasks {args.tasks}: unknown task {named}; known: {', '.join(TASKS)}")
-    if "perplexity" in tasks and not args.texts:
-        raise PoSEError("--tasks perplexity needs texts to measure; add --texts FILE, each file one document")
-    return tasks
+        tasks = ["passkey", "perplexity"] if args.texts else ["passkey"]
+    elif args.tasks.strip() == "all":
+        tasks = [task for task in TASKS if args.texts or task not in WITH_TEXTS]
+    else:
+        tasks = _names(args.tasks)
+        unknown = [task for task in tasks if task not in TASKS]
+        if unknown or (not tasks and not args.harness):
+            named = ", ".join(unknown) or "(none)"
+            raise PoSEError(f"--tasks {args.tasks}: unknown task {named}; known: {', '.join(TASKS)}, all")
+        unread = [task for task in tasks if task in WITH_TEXTS and not args.texts]
+        if unread:
+            raise PoSEError(f"--tasks {unread[0]} needs texts to measure; add --texts FILE, each file one document")
+    return [*tasks, "harness"] if args.harness else tasks
+
+
+def _names(text: str | None) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
 def _lengths(text: str) -> list[int]:

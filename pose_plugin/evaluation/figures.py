@@ -55,7 +55,7 @@ def require_matplotlib() -> None:
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Draws what there are results for: passkey.png, passkey_depth.png, perplexity.png.
+    """Draws what there are results for: passkey.png, passkey_depth.png, perplexity.png, needle_single.png, …
 
     Returns:
         the files written.
@@ -69,6 +69,26 @@ def draw(report: Report, folder: Path) -> list[Path]:
         written += [passkey_by_depth(report, folder / "passkey_depth.png")]
     if any(model.perplexity for model in report.models):
         written += [perplexity_by_length(report, folder / "perplexity.png")]
+    models = list(enumerate(report.models))
+    for kind in dict.fromkeys(kind for m in report.models if m.needle for kind in m.needle.kinds):
+        written.append(needle_heat_map(report, folder / f"needle_{kind}.png", kind))
+    shared = {
+        "topics": [(i, m.name, m.topics.by_length("first")) for i, m in models if m.topics],
+        "longppl": [
+            (i, m.name, {n: w.longppl for n, w in m.longppl.by_length.items()}) for i, m in models if m.longppl
+        ],
+        "gap": [(i, m.name, {n: p.loss for n, p in m.gap.by_length.items()}) for i, m in models if m.gap],
+    }
+    labels = {
+        "topics": ("first topics found", "prompt length (tokens)"),
+        "longppl": ("LongPPL", "window size (tokens)"),
+        "gap": ("loss of the moved tokens (nats)", "farthest position"),
+    }
+    for name, series in shared.items():
+        if series:
+            written.append(
+                lines_by_length(report, folder / f"{name}.png", series, *labels[name], share=name == "topics")
+            )
     return written
 
 
@@ -122,19 +142,44 @@ def perplexity_by_length(report: Report, path: Path) -> Path:
 
 def passkey_by_depth(report: Report, path: Path) -> Path:
     """One panel a model: depth by length, the share of keys found as colour and number."""
-    measured = [(m.name, m.passkey) for m in report.models if m.passkey]
-    lengths = sorted({n for _, result in measured for n in result.lengths})
-    depths = sorted({depth for _, result in measured for _, depth in result.by_depth})
+    measured = [
+        (m.name, {cell: 100 * a.value for cell, a in m.passkey.by_depth.items()}) for m in report.models if m.passkey
+    ]
+    return heat_map(report, path, measured, "depth of the key", "passkeys found (%)")
+
+
+def needle_heat_map(report: Report, path: Path, kind: str) -> Path:
+    """One panel a model: depth by length, the mean score as colour and number, the trained window marked."""
+    measured = [
+        (m.name, {cell: 100 * value for cell, value in m.needle.cells(kind).items()})
+        for m in report.models
+        if m.needle and kind in m.needle.kinds
+    ]
+    label = {"single": "needles found (%)", "multi": "numbers found (%)", "kv": "values found (%)"}
+    return heat_map(report, path, measured, "depth of the needle", label.get(kind, "score (%)"))
+
+
+def heat_map(
+    report: Report, path: Path, measured: list[tuple[str, dict[tuple[int, float], float]]], depth_label: str, label: str
+) -> Path:
+    """One panel a model.
+
+    Args:
+        measured: (name, {(length, depth): 0…100}) of each model.
+        depth_label: of the vertical axis.
+        label: of the colours.
+    """
+    lengths = sorted({n for _, cells in measured for n, _ in cells})
+    depths = sorted({depth for _, cells in measured for _, depth in cells})
     # In rows of three or four, whichever leaves fewer gaps.
     columns = len(measured) if len(measured) <= 4 else min((3, 4), key=lambda n: -len(measured) % n)
     rows = math.ceil(len(measured) / columns)
     width, height = max(1.2, 0.36 * len(lengths)), max(1.0, 0.2 * len(depths))
     size = ((width + 0.25) * columns + 1.3, (height + 0.55) * rows + 0.35)
-    with _figure(path, size, rows, columns) as (figure, grid):
+    with _figure(path, size, rows, columns, grid=True) as (figure, grid):
         image = None
-        for axes, (name, result) in zip(grid, measured, strict=False):
-            cells = result.by_depth
-            values = [[_value(cells.get((n, depth))) for n in lengths] for depth in depths]
+        for axes, (name, cells) in zip(grid, measured, strict=False):
+            values = [[cells.get((n, depth), math.nan) for n in lengths] for depth in depths]
             image = axes.imshow(values, aspect="auto", cmap="YlGnBu", vmin=0, vmax=100)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
@@ -151,13 +196,37 @@ def passkey_by_depth(report: Report, path: Path) -> Path:
         for axes in grid[len(measured) :]:
             axes.set_visible(False)
         for i, axes in enumerate(grid):
-            axes.set_ylabel("depth of the key" if i % columns == 0 else "")
+            axes.set_ylabel(depth_label if i % columns == 0 else "")
             axes.tick_params(labelleft=i % columns == 0)
         for axes in grid[max(0, len(measured) - columns) : len(measured)]:
             axes.set_xlabel("prompt length (tokens)")
         bar = figure.colorbar(image, ax=grid, shrink=0.95, aspect=14 * rows, pad=0.015)
-        bar.set_label("passkeys found (%)")
+        bar.set_label(label)
         bar.outline.set_visible(False)
+    return path
+
+
+def lines_by_length(
+    report: Report, path: Path, series: list[tuple[int, str, dict[int, float]]], y: str, x: str, share: bool = False
+) -> Path:
+    """One line a model.
+
+    Args:
+        series: (number of the model, its name, {length: value}).
+        y: label of the vertical axis.
+        x: label of the horizontal one.
+        share: whether values are shares of 1, shown in per cent from 0 to 100.
+    """
+    with _figure(path) as (_, axes):
+        for i, name, values in series:
+            axes.plot(list(values), [100 * v if share else v for v in values.values()], label=name, **_look(i))
+        _length_axis(axes, sorted({n for _, _, values in series for n in values}), report)
+        if share:
+            axes.set_ylim(-4, 104)
+            axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+        axes.set_ylabel(y)
+        axes.set_xlabel(x)
+        _legend(axes, [name for _, name, _ in series])
     return path
 
 
@@ -168,9 +237,9 @@ def tokens(length: int) -> str:
 
 @contextmanager
 def _figure(
-    path: Path, size: tuple[float, float] = (4.8, 2.9), rows: int = 1, columns: int = 1
+    path: Path, size: tuple[float, float] = (4.8, 2.9), rows: int = 1, columns: int = 1, grid: bool = False
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes (one, or a list for passkey_depth.png), saved at the end; no global state."""
+    """A figure and its axes (one, or with `grid` a list), saved at the end; no global state."""
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -179,8 +248,8 @@ def _figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(rows, columns, squeeze=False)
-        yield figure, (grid[0][0] if path.name != "passkey_depth.png" else list(grid.flat))
+        axes = figure.subplots(rows, columns, squeeze=False)
+        yield figure, (list(axes.flat) if grid else axes[0][0])
         figure.savefig(path)
 
 
@@ -231,7 +300,3 @@ def _legend(axes: Any, names: list[str]) -> None:
         loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns, frameon=False, handlelength=1.8,
         columnspacing=1.4,
     )  # fmt: skip
-
-
-def _value(accuracy: Any) -> float:
-    return math.nan if accuracy is None else 100 * accuracy.value

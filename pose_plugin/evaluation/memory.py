@@ -15,6 +15,11 @@ from pose_plugin.evaluation._model import innermost
 LOGIT_BYTES = 64 * 2**20
 """Logits are made this many bytes at a time."""
 
+
+class TooLittleMemory(PoSEError):
+    """A length does not fit on this device; what was measured before stays."""
+
+
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 
@@ -87,7 +92,7 @@ def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
     """The largest batch up to `wanted` that should fit; where not even one sequence does, the largest chunk of it.
 
     Raises:
-        PoSEError: not even one sequence of `length` tokens fits, read in the smallest chunks.
+        TooLittleMemory: not even one sequence of `length` tokens fits, read in the smallest chunks.
     """
     parameter = next(model.parameters(), None)
     config, free = getattr(innermost(model), "config", None), available_bytes(device)
@@ -105,7 +110,7 @@ def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
             return Fit(batch, chunk, needed)
     assert free is not None
     way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
-    raise PoSEError(
+    raise TooLittleMemory(
         f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "
         f"{free / 2**30:.1f} GiB are free on {device}; {way_out}use shorter lengths, "
         "a smaller dtype or a device with more memory"
@@ -116,7 +121,7 @@ def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Re
     """`run` on `size` rows at a time; where the device runs out of memory, on half as many from there on.
 
     Raises:
-        PoSEError: out of memory with a single row, or where other ranks would wait for this one.
+        TooLittleMemory: out of memory with a single row, or where other ranks would wait for this one.
     """
     start = 0
     while start < len(rows):
@@ -125,7 +130,7 @@ def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Re
         except torch.OutOfMemoryError as error:
             alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             if size == 1 or not alone:
-                raise PoSEError(
+                raise TooLittleMemory(
                     f"evaluation ran out of memory with batch_size={size}; use less, or shorter lengths"
                 ) from error
             size = size // 2

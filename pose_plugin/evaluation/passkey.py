@@ -147,6 +147,8 @@ class PasskeyResult:
         return {
             "definition": self.definition,
             "k_max": self.k_max(),
+            "seed": self.seed,
+            "depths": self.depths,
             "by_length": {
                 str(length): {"accuracy": a.value, "standard_error": a.standard_error, "trials": a.trials}
                 for length, a in self.by_length.items()
@@ -158,6 +160,18 @@ class PasskeyResult:
             "example": self.example,
             "trials": [asdict(trial) for trial in self.trials],
         }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PasskeyResult:
+        """The opposite of `to_dict`."""
+        depths = None if data["depths"] is None else tuple(data["depths"])
+        return cls(tuple(PasskeyTrial(**t) for t in data["trials"]), depths, data["seed"], data["example"])
+
+    @classmethod
+    def joined(cls, parts: Sequence[PasskeyResult]) -> PasskeyResult:
+        """Results of single lengths as one; the example is that of the first."""
+        trials = tuple(trial for part in parts for trial in part.trials)
+        return cls(trials, parts[0].depths, parts[0].seed, parts[0].example)
 
 
 def passkey(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,26 @@ class PerplexityResult:
 
     def to_dict(self) -> dict[str, Any]:
         rows = {str(n): {"perplexity": w.perplexity, **asdict(w)} for n, w in self.by_length.items()}
-        return {"definition": self.definition, "bos": self.bos, "by_length": rows}
+        counts = {"texts": self.texts, "left_out": self.left_out}
+        limits = {"max_windows": self.max_windows, "max_tokens": self.max_tokens}
+        return {"definition": self.definition, "bos": self.bos, **counts, **limits, "by_length": rows}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PerplexityResult:
+        """The opposite of `to_dict`."""
+        rows = {}
+        for n, row in data["by_length"].items():
+            buckets = tuple(Bucket(**bucket) for bucket in row["buckets"])
+            rows[int(n)] = WindowPerplexity(
+                **{k: v for k, v in row.items() if k != "perplexity"} | {"buckets": buckets}
+            )
+        return cls(rows, *(data[k] for k in ("bos", "texts", "left_out", "max_windows", "max_tokens")))
+
+    @classmethod
+    def joined(cls, parts: Sequence[PerplexityResult]) -> PerplexityResult:
+        """Results of single lengths on the same texts as one."""
+        rows = {n: window for part in parts for n, window in part.by_length.items()}
+        return replace(parts[0], by_length=dict(sorted(rows.items())))
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.evaluation.best import best_by_measure, overall
+from pose_plugin.evaluation.gap import GapResult
+from pose_plugin.evaluation.harness import HarnessResult
+from pose_plugin.evaluation.longppl import LongPPLResult
 from pose_plugin.evaluation.passkey import PasskeyResult
 from pose_plugin.evaluation.perplexity import PerplexityResult
+from pose_plugin.evaluation.retrieval import RetrievalResult
 
+SHORT_LOSS = 5
+"""Per cent of perplexity at the short window that a model may lose before the guard says so."""
 Table = tuple[list[str], list[list[str]]]
 """Header and rows, the first column a name."""
 
@@ -28,6 +37,9 @@ class ModelResult:
         perplexity: its perplexity result, if that was measured.
         notes: what a reader must know, e.g. lengths beyond the config's maximum.
         facts: what is known about the model (path, rope parameters, …), kept in the JSON.
+        needle, topics, longppl, gap: the results of these measures.
+        short: perplexity at the window that the base was made with, the guard against lost short skill.
+        harness: tasks of lm-eval.
     """
 
     name: str
@@ -35,6 +47,20 @@ class ModelResult:
     perplexity: PerplexityResult | None = None
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    needle: RetrievalResult | None = None
+    topics: RetrievalResult | None = None
+    longppl: LongPPLResult | None = None
+    gap: GapResult | None = None
+    short: PerplexityResult | None = None
+    harness: HarnessResult | None = None
+
+    def results(self) -> dict[str, Any]:
+        """What was measured, by name."""
+        found = {name: getattr(self, name) for name in RESULTS}
+        return {name: result for name, result in found.items() if result is not None}
+
+
+RESULTS = ("passkey", "perplexity", "needle", "topics", "longppl", "gap", "short", "harness")
 
 
 @dataclass
@@ -66,26 +92,92 @@ class Report:
         if lengths:
             rows = [[m.name, *(_perplexity(m.perplexity, n) for n in lengths)] for m in self.models if m.perplexity]
             tables["Sliding-window perplexity"] = (["model", *map(str, lengths)], rows)
+        return {**tables, **self._further_tables()}
+
+    def _further_tables(self) -> dict[str, Table]:
+        tables: dict[str, Table] = {}
+        for name, title in (("needle", "Needle, {kind}"), ("topics", "Topics, {kind}")):
+            found = {m.name: getattr(m, name) for m in self.models if getattr(m, name)}
+            for kind in dict.fromkeys(kind for result in found.values() for kind in result.kinds):
+                values = {who: r.by_length(kind) for who, r in found.items() if kind in r.kinds}
+                tables[f"{title.format(kind=kind)}: mean score"] = _by_length(values, "{:.2f}")
+        longppl = {m.name: {n: w.longppl for n, w in m.longppl.by_length.items()} for m in self.models if m.longppl}
+        if longppl:
+            tables["LongPPL"] = _by_length(longppl, "{:.3f}")
+        gap = {m.name: {n: probe.loss for n, probe in m.gap.by_length.items()} for m in self.models if m.gap}
+        if gap:
+            tables["Gap probe: loss by farthest position"] = _by_length(gap, "{:.3f}")
+        tables |= self._guard()
+        harness = {m.name: m.harness for m in self.models if m.harness}
+        if harness:
+            names = list(dict.fromkeys(name for result in harness.values() for name in result.scores))
+            rows = [
+                [who, *(f"{r.scores[n]:.3f}" if n in r.scores else "-" for n in names)] for who, r in harness.items()
+            ]
+            tables["lm-eval"] = (["model", *names], rows)
+        found_best = best_by_measure(self)
+        if found_best:
+            rows = [
+                [b.measure, " = ".join(b.names), *(f"{b.values[m.name]:.3g}" if m.name in b.values else "-"
+                 for m in self.models)]
+                for b in found_best
+            ]  # fmt: skip
+            tables["Best by measure"] = (["measure", "best", *(m.name for m in self.models)], rows)
         return tables
+
+    def _guard(self) -> dict[str, Table]:
+        measured = [(m.name, m.short) for m in self.models if m.short]
+        if not measured:
+            return {}
+        rows, first = [], None
+        for name, result in measured:
+            (window,) = result.by_length.values()
+            first = first or window.perplexity
+            change = 100 * (window.perplexity / first - 1) if math.isfinite(window.perplexity) else math.inf
+            verdict = (
+                "-"
+                if name == measured[0][0]
+                else f"worse by more than {SHORT_LOSS} %"
+                if change > SHORT_LOSS
+                else "kept"
+            )
+            rows.append([name, _perplexity(result, window.length), f"{change:+.1f} %", verdict])
+        length = next(iter(measured[0][1].by_length))
+        return {
+            f"Short-context guard: perplexity at {length}": (
+                ["model", str(length), f"against {measured[0][0]}", "skill"],
+                rows,
+            )
+        }
+
+    def best(self) -> str | None:
+        """A sentence that names the best model, None where there is nothing to compare."""
+        ranks = overall(best_by_measure(self))
+        if not ranks:
+            return None
+        leaders = [name for name, rank in ranks if rank == ranks[0][1]]
+        listed = ", ".join(f"{name} {rank:.2f}" for name, rank in ranks)
+        return f"Best over all measures: {' = '.join(leaders)} (mean rank: {listed}; 1 is best in every measure)."
 
     def definitions(self) -> list[str]:
         """What was measured, each sentence once."""
-        found = [r.definition for m in self.models for r in (m.passkey, m.perplexity) if r is not None]
+        found = [r.definition for m in self.models for r in m.results().values()]
         return list(dict.fromkeys(found))
 
     def text(self) -> str:
         """The tables with their definitions and notes, for the terminal."""
         parts = [f"{title}\n{plain_table(*table)}" for title, table in self.tables().items()]
-        return "\n\n".join(["\n\n".join(parts), *self.definitions(), *self._notes()])
+        return "\n\n".join(["\n\n".join(parts), *self._named(), *self.definitions(), *self._notes()])
 
     def markdown(self) -> str:
         """The same as Markdown, as for a model card."""
         parts = [f"**{title}**\n\n{markdown_table(*table)}" for title, table in self.tables().items()]
-        return "\n\n".join([*parts, *self._windows(), *self.definitions(), *self._notes()]) + "\n"
+        return "\n\n".join([*parts, *self._named(), *self._windows(), *self.definitions(), *self._notes()]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, down to the single trial."""
         return {
+            "best": self.best(),
             "train_length": self.train_length,
             "target_length": self.target_length,
             "models": [
@@ -93,11 +185,7 @@ class Report:
                     "name": m.name,
                     "notes": m.notes,
                     **m.facts,
-                    **{
-                        name: result.to_dict()
-                        for name, result in (("passkey", m.passkey), ("perplexity", m.perplexity))
-                        if result is not None
-                    },
+                    **{name: result.to_dict() for name, result in m.results().items()},
                 }
                 for m in self.models
             ],
@@ -114,6 +202,12 @@ class Report:
             "passkey_depth.csv": [["model", "length", "depth", "accuracy", "correct", "trials"]],
             "perplexity.csv": [["model", "length", "perplexity", "loss", "tokens", "windows", "stride"]],
             "perplexity_position.csv": [["model", "length", "from", "to", "perplexity", "loss", "tokens"]],
+            "needle.csv": [["model", "kind", "length", "depth", "score"]],
+            "topics.csv": [["model", "kind", "length", "depth", "score"]],
+            "longppl.csv": [["model", "length", "longppl", "loss", "key_tokens", "plain_loss", "plain_tokens"]],
+            "gap.csv": [["model", "length", "gap", "loss", "tokens"]],
+            "short.csv": [["model", "length", "perplexity", "loss", "tokens"]],
+            "harness.csv": [["model", "task", "score"]],
         }
         for m in self.models:
             if m.passkey:
@@ -127,6 +221,19 @@ class Report:
                 for b in w.buckets:
                     row = [m.name, n, b.start, b.end, b.perplexity, b.loss, b.tokens]
                     files["perplexity_position.csv"].append(row)
+            for name in ("needle", "topics"):
+                result = getattr(m, name)
+                for kind in result.kinds if result else ():
+                    for (n, depth), value in result.cells(kind).items():
+                        files[f"{name}.csv"].append([m.name, kind, n, depth, value])
+            for n, k in m.longppl.by_length.items() if m.longppl else ():
+                files["longppl.csv"].append([m.name, n, k.longppl, k.loss, k.tokens, k.plain_loss, k.plain_tokens])
+            for n, p in m.gap.by_length.items() if m.gap else ():
+                files["gap.csv"].append([m.name, n, p.gap, p.loss, p.count])
+            for n, w in m.short.by_length.items() if m.short else ():
+                files["short.csv"].append([m.name, n, w.perplexity, w.loss, w.tokens])
+            for task, value in m.harness.scores.items() if m.harness else ():
+                files["harness.csv"].append([m.name, task, value])
         return {name: _csv(rows) for name, rows in files.items() if len(rows) > 1}
 
     def write(self, folder: str | Path, figures: bool = True) -> list[Path]:
@@ -152,7 +259,13 @@ class Report:
             from pose_plugin.evaluation.figures import draw
 
             written += draw(self, folder)
-        return written
+        page = folder / "report.html"
+        page.write_text(html_page(self, [path for path in written if path.suffix == ".png"]), encoding="utf-8")
+        return [*written, page]
+
+    def _named(self) -> list[str]:
+        named = self.best()
+        return [named] if named else []
 
     def _windows(self) -> list[str]:
         known = {"Trained window": self.train_length, "target window": self.target_length}
@@ -178,6 +291,36 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def html_page(report: Report, pictures: Sequence[Path]) -> str:
+    """One file with tables and pictures inside, to send on."""
+    parts = []
+    for title, (header, rows) in report.tables().items():
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        parts.append(f"<h2>{escape(title)}</h2><table><tr>{head}</tr>{body}</table>")
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        parts.append(f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></p>')
+    text = [*report._named(), *report._windows(), *report.definitions(), *report._notes()]
+    parts += [f"<p>{escape(sentence)}</p>" for sentence in text]
+    style = (
+        "body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+        "table{border-collapse:collapse}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
+        "td:first-child,th:first-child{text-align:left}img{max-width:100%}h2{font-size:1.1em}"
+    )
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{style}</style>\n'
+        f"<h1>Evaluation</h1>\n{body}\n</html>\n"
+    )
+
+
+def _by_length(values: dict[str, dict[int, float]], form: str) -> Table:
+    lengths = sorted({n for row in values.values() for n in row})
+    rows = [[who, *(form.format(row[n]) if n in row else "-" for n in lengths)] for who, row in values.items()]
+    return ["model", *map(str, lengths)], rows
 
 
 def _share(result: PasskeyResult, length: int) -> str:

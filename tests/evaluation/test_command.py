@@ -1,3 +1,4 @@
+import functools
 import json
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from pose_plugin import cli
+from pose_plugin.evaluation import tasks
 from pose_plugin.evaluation.loading import describe, extended, load
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -106,7 +108,16 @@ def test_real_filler_and_given_depths(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["BASE", "--lengths", "200", "--tasks", "needle"], "unknown task needle; known: passkey, perp"),
+        (["BASE", "--lengths", "200", "--tasks", "needles"], "unknown task needles; known: passkey, perp"),
+        (["BASE", "--lengths", "200", "--tasks", "gap"], "--tasks gap needs texts"),
+        (["BASE", "--lengths", "200", "--tasks", "needle"], "length=200 is smaller than the multi needle prompt"),
+        (["BASE", "--lengths", "400", "--tasks", "needle", "--kinds", "all"], "choose from single, multi, kv"),
+        (["BASE", "--lengths", "400", "--tasks", "needle", "--trials", "3"], "depths has 5 values for trials=3"),
+        (["BASE", "--lengths", "200", "--tasks", "topics"], "length=200 is smaller than 5 topics take"),
+        (["BASE", "--lengths", "200", "--tasks", "longppl", "--texts", "TEXT"], "no length of [200] is longer"),
+        (["BASE", "--lengths", "99", "--tasks", "short", "--texts", "TEXT", "--short-length", "9000"], "length=9000"),
+        (["BASE", "--lengths", "200", "--max-windows", "0"], "max_windows=0 must be at least 1"),
+        (["BASE", "--lengths", "512", "--harness", "niah_single_1"], "RULER in lm-eval cannot make prompts below 4096"),
         (["BASE", "--lengths", "200", "--tasks", "perplexity"], "add --texts FILE"),
         (["BASE", "--lengths", "20"], "length=20 is smaller than the passkey template"),
         (["BASE", "--lengths", "many"], "--lengths many must be token counts"),
@@ -159,3 +170,103 @@ def test_help_needs_no_torch():
     code += "except SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "--lengths" in done.stdout and done.stdout.strip().endswith("False"), done.stderr
+
+
+def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys, monkeypatch):
+    # Nothing is far from everything in a random model, so every token is taken for a key token.
+    monkeypatch.setattr(tasks, "key_tokens", functools.partial(tasks.key_tokens, alpha=-99.0, beta=-99.0))
+    arguments = [
+        folders / "base", folders / "adapter", "--extend", "target_length=1024,rope=linear", "--lengths", "420,500",
+        "--tasks", "passkey,perplexity,needle,longppl,gap,short", "--texts", folders / "text.txt", "--trials", 5,
+        "--short-context", 128, "--short-length", 200, "--max-windows", 2, "--output", tmp_path,
+    ]  # fmt: skip
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    data = json.loads((tmp_path / "results.json").read_text())
+    for row in data["models"]:
+        assert set(row["needle"]["by_length"]) == {"single", "multi", "kv"}
+        assert list(row["gap"]["by_length"]) == ["420", "500"] and list(row["short"]["by_length"]) == ["200"]
+        assert row["longppl"]["evaluator"] == "adapter" and list(row["longppl"]["by_length"]) == ["420", "500"]
+    assert "Best over all measures: " in text and data["best"] in text
+    assert "Short-context guard: perplexity at 200" in text and "Needle, kv: mean score" in text
+    assert "One needle prompt (kv), 420 tokens" in text
+    assert "420 tokens ×" in text and "together about" in text and "GiB besides the weights" in text
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"needle_single.png", "needle_kv.png", "longppl.png", "gap.png", "needle.csv", "longppl.csv", "gap.csv",
+            "short.csv", "report.html", "report.md"} <= names  # fmt: skip
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == len([name for name in names if name.endswith(".png")])
+    assert "Needle, single: mean score" in page and "Best by measure" in page
+
+    # The same command again loads no model and measures nothing.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pose_plugin.evaluation.session.load", lambda *a: pytest.fail("loaded"))
+        assert run(*arguments) == 0
+        assert capsys.readouterr().out.count("all of it is there already") == 3
+    assert json.loads((tmp_path / "results.json").read_text()) == data
+
+
+def test_topics_and_the_plan(folders, tmp_path, capsys):
+    arguments = [folders / "base", "--lengths", "1000", "--tasks", "topics", "--trials", 2, "--output", tmp_path]
+    assert run(*arguments, "--plan") == 0
+    assert "topics          1000 tokens ×     2  about" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert run(*arguments, "--no-figures") == 0
+    row = json.loads((tmp_path / "results.json").read_text())["models"][0]
+    assert row["topics"]["by_length"]["first"] == {"1000": 0.0} and "chance 1/5" in row["topics"]["definition"]
+
+
+def test_a_stop_keeps_what_is_finished_and_the_same_command_goes_on(folders, tmp_path, capsys, monkeypatch):
+    arguments = [folders / "base", "--lengths", "200,220,240", "--trials", 2, "--output", tmp_path, "--no-figures"]
+    measured = []
+    passkey = tasks.passkey
+
+    def stopping(model, tokenizer, lengths, *rest, **options):
+        measured.append(lengths[0])
+        if measured == [200, 220]:
+            raise KeyboardInterrupt
+        return passkey(model, tokenizer, lengths, *rest, **options)
+
+    monkeypatch.setattr(tasks, "passkey", stopping)
+    assert run(*arguments) == 130
+    assert "goes on from there" in capsys.readouterr().out
+    with (tmp_path / "finished.jsonl").open("a") as file:
+        file.write('{"key": "torn')
+    assert run(*arguments) == 0
+    assert measured == [200, 220, 220, 240]
+    whole = json.loads((tmp_path / "results.json").read_text())["models"][0]["passkey"]
+    assert run(*arguments, "--fresh") == 0 and len(measured) == 7
+    assert json.loads((tmp_path / "results.json").read_text())["models"][0]["passkey"] == whole
+    # What changes the result is measured anew, what does not is not.
+    assert run(*arguments, "--seed", 1) == 0 and len(measured) == 10
+    assert run(*arguments, "--label", f"x={folders / 'base'}") == 0 and len(measured) == 10
+    assert run(*arguments, "--dtype", "bfloat16") == 0 and len(measured) == 13
+
+
+def test_what_does_not_fit_is_left_out_and_said(folders, tmp_path, capsys, monkeypatch):
+    from pose_plugin.evaluation import memory
+
+    monkeypatch.setattr(memory, "available_bytes", lambda device: memory.LOGIT_BYTES + 2**20)
+    code = run(folders / "base", "--lengths", "200,4000,8000", "--trials", 2, "--output", tmp_path, "--no-figures")
+    assert code == 1
+    row = json.loads((tmp_path / "results.json").read_text())["models"][0]
+    assert list(row["passkey"]["by_length"]) == ["200"]
+    assert "passkey at 4000 was left out" in row["notes"][-1] and "free on cpu" in row["notes"][-1]
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_another_tokenizer_cannot_name_key_tokens(folders, tmp_path, capsys, tokenizers_by_name, make_llama):
+    other = tmp_path / "other"
+    make_llama(1600).save_pretrained(other)
+    tokenizers_by_name["joined digits"].save_pretrained(other)
+    code = run(folders / "base", "--lengths", "400", "--tasks", "longppl", "--texts", folders / "text.txt",
+               "--short-context", 100, "--evaluator", other, "--output", tmp_path / "out")  # fmt: skip
+    assert code == 2 and "have different tokenizers" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_does_not_stop_the_rest(folders, tmp_path, capsys):
+    code = run(folders / "base", "--lengths", "300", "--tasks", "longppl,passkey", "--texts", folders / "text.txt",
+               "--short-context", 100, "--trials", 2, "--no-figures", "--output", tmp_path)  # fmt: skip
+    assert code == 1
+    row = json.loads((tmp_path / "results.json").read_text())["models"][0]
+    assert "no token gains 2 nats" in row["notes"][-1] and "passkey" in row and "longppl" not in row

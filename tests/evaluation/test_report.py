@@ -84,7 +84,7 @@ def test_tables_by_hand():
 def test_files(report, tmp_path):
     written = report.write(tmp_path / "new" / "folder")
     names = ["results.json", "report.md", "passkey.csv", "passkey_depth.csv", "perplexity.csv"]
-    names += ["perplexity_position.csv", "passkey.png", "passkey_depth.png", "perplexity.png"]
+    names += ["perplexity_position.csv", "passkey.png", "passkey_depth.png", "perplexity.png", "report.html"]
     assert [path.name for path in written] == names
     folder = tmp_path / "new" / "folder"
     data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def test_files(report, tmp_path):
                        "trials": "5"}  # fmt: skip
     rows = list(csv.DictReader((folder / "perplexity_position.csv").open(encoding="utf-8")))
     assert (rows[1]["from"], rows[1]["to"], rows[1]["loss"], rows[1]["tokens"]) == ("64", "128", "1.0", "60")
-    for name in names[-3:]:
+    for name in names[-4:-1]:
         head = (folder / name).read_bytes()[:24]
         width, height = struct.unpack(">II", head[16:24])
         assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 500 and height > 200
@@ -109,7 +109,7 @@ def test_files(report, tmp_path):
 def test_only_what_was_measured_is_written(tmp_path):
     written = Report([ModelResult("a", perplexity=perplexity_result({128: 5}))]).write(tmp_path)
     assert {p.name for p in written} == {
-        "results.json", "report.md", "perplexity.csv", "perplexity_position.csv", "perplexity.png"
+        "results.json", "report.md", "perplexity.csv", "perplexity_position.csv", "perplexity.png", "report.html"
     }  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""What an interrupted evaluation has measured already: one JSON line for each model, task and length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = "finished.jsonl"
+
+
+class Finished:
+    """Results on disk, found again by everything that they depend on; a changed option or model is measured anew.
+
+    Args:
+        folder: the output folder.
+        fresh: forget what is there.
+    """
+
+    def __init__(self, folder: Path, fresh: bool = False) -> None:
+        self.file = folder / FILE
+        if fresh:
+            self.file.unlink(missing_ok=True)
+        self._found: dict[str, Any] = {}
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                    self._found[row["key"]] = row["result"]
+                except (ValueError, KeyError, TypeError):
+                    # The line that was being written when the power went.
+                    continue
+
+    def get(self, **what: Any) -> Any | None:
+        """The result that was kept for exactly this, or None."""
+        return self._found.get(key(what))
+
+    def put(self, result: Any, **what: Any) -> None:
+        """Keeps a result; it is on disk when this returns."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._found[key(what)] = result
+        readable = {name: what.get(name) for name in ("name", "task", "length")}
+        with self.file.open("a", encoding="utf-8") as file:
+            # A torn last line must not swallow this one.
+            if file.tell() and not self.file.read_bytes().endswith(b"\n"):
+                file.write("\n")
+            file.write(json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False) + "\n")
+
+
+def key(what: dict[str, Any]) -> str:
+    """A name is for readers; all else counts."""
+    counted = {name: value for name, value in what.items() if name != "name"}
+    return digest(json.dumps(counted, sort_keys=True, default=str))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def weights_of(path: str) -> list[Any]:
+    """What tells one state of a model folder from another without reading its weights; a hub name stands for itself."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [path]
+    files = [f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin", ".json") and f.is_file()]
+    kept = sorted(f for f in files if f.suffix != ".json" or f.name in ("config.json", "adapter_config.json"))
+    return [str(folder.resolve()), *([f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in kept)]

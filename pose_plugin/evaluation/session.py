@@ -1,0 +1,178 @@
+"""One `pose-plugin evaluate`: what is missing is measured piece by piece and kept on disk, the rest is read there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.cost import duration, estimates
+from pose_plugin.evaluation.finished import Finished, weights_of
+from pose_plugin.evaluation.loading import Source, load
+from pose_plugin.evaluation.longppl import KeyTokens
+from pose_plugin.evaluation.memory import TooLittleMemory
+from pose_plugin.evaluation.report import ModelResult
+from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
+
+
+class Session:
+    """Runs a plan on models.
+
+    Args:
+        plan: what is measured.
+        tasks: names out of TASKS.
+        output: folder that keeps what is finished.
+        dtype: as `load` takes it.
+        device: as `load` takes it.
+        fresh: measure anew what the folder holds.
+
+    Attributes:
+        left_out: (model, task, length, why) of what did not fit in memory or could not be measured.
+    """
+
+    def __init__(
+        self, plan: Plan, tasks: Sequence[str], output: Path, dtype: str, device: str | None, fresh: bool = False
+    ) -> None:
+        self.plan, self.tasks = plan, list(tasks)
+        self.dtype, self.device = dtype, device
+        self.finished = Finished(output, fresh)
+        self._asked = False
+        self.left_out: list[tuple[str, str, int, str]] = []
+
+    def check(self, sources: Sequence[Source], evaluator: Source | None) -> None:
+        """Checks everything that can be checked without weights.
+
+        Raises:
+            PoSEError: naming the option, its value and the way out.
+        """
+        for source in sources:
+            for name in self.tasks:
+                TASKS[name].check(source, self.plan)
+        if evaluator is None:
+            return
+        self.plan.evaluator = evaluator.name
+        vocabulary = evaluator.tokenizer.get_vocab()
+        for source in sources:
+            if source.tokenizer.get_vocab() != vocabulary:
+                raise PoSEError(
+                    f"longppl: {source.name} and the evaluator {evaluator.name} have different tokenizers, so a key "
+                    "token of one is none of the other; give an --evaluator with the same tokenizer, or leave longppl "
+                    "out"
+                )
+
+    def forecast(self, sources: Sequence[Source]) -> str:
+        """How long everything that is missing will take, and how much memory."""
+        parts = []
+        for source in sources:
+            missing = self._missing(source)
+            model = load(source, self.dtype, self.device) if missing else None
+            parts.append(f"{source.name}\n{self._forecast(model, source, missing)}")
+            del model
+        return "\n\n".join(parts)
+
+    def find_keys(self, evaluator: Source) -> None:
+        """Asks the evaluator for the key tokens of every length, or reads what it said before."""
+        model, self._asked = None, True
+        for n in longppl_lengths(self.plan):
+            what = self._what(evaluator, "keys", n)
+            kept = self.finished.get(**what)
+            if kept is None:
+                if model is None:
+                    print(f"key tokens by {evaluator.name}", flush=True)
+                    model = load(evaluator, self.dtype, self.device)
+                try:
+                    kept = asdict(find_keys(model, evaluator, self.plan, n))
+                except TooLittleMemory as error:
+                    self._leave_out(evaluator.name, "longppl", n, error)
+                    break
+                self.finished.put(kept, **what)
+            self.plan.keys[n] = KeyTokens(**{**kept, "positions": tuple(map(tuple, kept["positions"]))})
+
+    def results(self, source: Source) -> Iterator[ModelResult]:
+        """The model's row, again after each task, and fuller each time."""
+        missing = self._missing(source)
+        row = ModelResult(source.name, facts=source.facts)
+        if not missing:
+            print("  all of it is there already", flush=True)
+        model = load(source, self.dtype, self.device) if missing else None
+        if model is not None:
+            print(self._forecast(model, source, missing), flush=True)
+        for name in self.tasks:
+            task, parts = TASKS[name], []
+            for n in self._pieces(name):
+                kept = self.finished.get(**self._what(source, name, n))
+                if kept is not None:
+                    parts.append(task.result.from_dict(kept))
+                    continue
+                try:
+                    part = task.run(model, source, self.plan, n)
+                except PoSEError as error:
+                    # Too little memory, no key token, a task of lm-eval whose data is not here: the rest goes on.
+                    self._leave_out(source.name, name, n, error)
+                    if torch.cuda.is_available():
+                        torch.cuda.empty_cache()
+                    # Longer ones need more.
+                    break
+                self.finished.put(part.to_dict(), **self._what(source, name, n))
+                parts.append(part)
+            if parts:
+                setattr(row, name, task.joined(parts))
+            yield row
+        del model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def notes(self, source: Source) -> list[str]:
+        """What did not fit, for the report."""
+        return [
+            f"{task} at {n or 'all lengths'} was left out, and with it all that is longer: {why}"
+            for who, task, n, why in self.left_out
+            if who == source.name
+        ]
+
+    def _leave_out(self, who: str, task: str, n: int, error: PoSEError) -> None:
+        print(f"  {task}{f' at {n}' if n else ''} is left out: {error}", flush=True)
+        self.left_out.append((who, task, n, str(error)))
+
+    def _pieces(self, name: str) -> list[int]:
+        pieces = TASKS[name].pieces(self.plan)
+        # Before the evaluator has been asked, for a forecast, all of them.
+        return [n for n in pieces if n in self.plan.keys] if name == "longppl" and self._asked else pieces
+
+    def _missing(self, source: Source) -> list[tuple[str, int]]:
+        return [
+            (name, n)
+            for name in self.tasks
+            for n in self._pieces(name)
+            if self.finished.get(**self._what(source, name, n)) is None
+        ]
+
+    def _what(self, source: Source, task: str, length: int) -> dict[str, Any]:
+        depends = TASKS["longppl" if task == "keys" else task].depends(self.plan)
+        if task == "keys":
+            depends.pop("keys")
+        elif task == "longppl":
+            depends["evaluator"] = self.plan.evaluator
+        return {
+            "name": source.name,
+            "task": task,
+            "length": length,
+            "weights": [weights_of(source.base), weights_of(source.path)],
+            "config": source.config.to_dict(),
+            "dtype": self.dtype,
+            **depends,
+        }
+
+    def _forecast(self, model: Any, source: Source, missing: Sequence[tuple[str, int]]) -> str:
+        if model is None:
+            return "  all of it is there already"
+        works = [TASKS[name].work(source, self.plan, n) for name, n in missing]
+        found = estimates(model, [work for work in works if work.sequences], self.plan.batch_size)
+        seconds = [estimate.seconds for estimate in found if estimate.seconds is not None]
+        lines = [f"  {estimate.line()}" for estimate in found]
+        lines += [f"  {work.task:<11} by lm-eval, not estimated" for work in works if not work.sequences]
+        return "\n".join([*lines, f"  together about {duration(sum(seconds))}"])

@@ -1,0 +1,73 @@
+import math
+
+import pytest
+
+from pose_plugin.evaluation.best import Best, best_by_measure, overall
+from pose_plugin.evaluation.cost import Work, duration, estimates, operations
+from pose_plugin.evaluation.gap import Gap, GapResult
+from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.report import ModelResult, Report
+
+
+def test_operations_by_hand(make_llama):
+    model = make_llama()
+    weights = sum(p.numel() for p in model.parameters()) - 400 * 32
+    assert operations(model, 10) == 2 * weights * 10 + 2 * 2 * 32 * 100
+
+
+def test_an_estimate_goes_by_operations(make_llama):
+    model, ticks = make_llama(), iter([10.0, 13.0])
+    works = [Work("passkey", 512, 4), Work("needle", 2048, 2, steps=3)]
+    short, long = estimates(model, works, clock=lambda: next(ticks))
+    assert short.seconds == pytest.approx(4 * 3.0)
+    once = operations(model, 2048) + 3 * operations(model, 1)
+    assert long.seconds == pytest.approx(2 * 3.0 * once / operations(model, 512))
+    assert "needle          2048 tokens ×     2  about" in long.line() and "GiB" in long.line()
+    assert estimates(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "?"), (0.2, "a second"), (42, "42 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def keys(share: dict[int, int]) -> PasskeyResult:
+    trials = [PasskeyTrial(n, 0.5, "1", "", i < right) for n, right in share.items() for i in range(10)]
+    return PasskeyResult(tuple(trials), None, 0, "")
+
+
+def gap(loss: float) -> GapResult:
+    return GapResult({640: Gap(640, 0, 3.0, 1), 2048: Gap(2048, 1408, loss, 1)}, 640, 256, 1)
+
+
+def test_the_best_by_measure_and_over_all():
+    report = Report(
+        [
+            ModelResult("base", keys({128: 10, 256: 0}), gap=gap(6.0)),
+            ModelResult("step 100", keys({128: 8, 256: 9}), gap=gap(3.5)),
+            ModelResult("step 1000", keys({128: 9, 256: 9}), gap=gap(3.9)),
+        ],
+        train_length=128,
+    )
+    passkey, probe = best_by_measure(report)
+    # At the trained window itself the base is best; only what is beyond counts.
+    assert passkey.measure == "passkey, mean beyond 128" and passkey.names == ["step 100", "step 1000"]
+    assert [passkey.rank(m.name) for m in report.models] == [3, 1.5, 1.5]
+    assert probe.measure == "gap loss at 2048" and probe.names == ["step 100"]
+    assert overall([passkey, probe]) == [("step 100", 1.25), ("step 1000", 1.75), ("base", 3.0)]
+    assert report.best().startswith(
+        "Best over all measures: step 100 (mean rank: step 100 1.25, step 1000 1.75, base 3.00"
+    )
+    assert "Best by measure" in report.text() and report.best() in report.markdown()
+
+
+def test_ties_and_models_alone():
+    assert Best("x", {"a": 1.0, "b": 1.0}, True).names == ["a", "b"]
+    assert Report([ModelResult("a", keys({128: 5}))]).best() is None
+    assert Report([ModelResult("a", keys({128: 5})), ModelResult("b", keys({256: 5}))]).best() is None
+    tied = Report([ModelResult("a", keys({128: 5})), ModelResult("b", keys({128: 5}))])
+    assert "a = b" in tied.best()
+    broken = Report([ModelResult(n, gap=gap(v)) for n, v in (("a", 4.0), ("b", 3.0), ("c", math.nan))])
+    assert best_by_measure(broken)[0].names == ["b"]
