@@ -6,6 +6,8 @@ wrapper's `max_length` from the left without failing. So both are set here, and 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,8 @@ from pose_plugin.errors import PoSEError
 
 RULER_SHORTEST = 4096
 """Below it lm-eval's RULER searches for ever for a haystack that is short enough (lm-eval issue 2963)."""
+TEMPLATE = 256
+"""Tokens that a prompt may be longer than the largest length."""
 SUITES = {
     "infinitebench": "lm-eval has no InfiniteBench tasks; give a folder of task YAMLs as --harness-path",
     "helmet": "HELMET has no tasks in lm-eval; run its own scripts on the folder, or give task YAMLs as --harness-path",
@@ -93,7 +97,10 @@ def require_harness(tasks: Sequence[str], lengths: Sequence[int], include_path: 
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise PoSEError(f"--harness needs lm-eval: pip install lm-eval ({error})") from None
-    known = set(TaskManager(include_path=include_path).all_tasks)
+    lacking = [name for name in ("wonderwords", "nltk") if importlib.util.find_spec(name) is None]
+    if ruler and lacking:
+        raise PoSEError(f'--harness {ruler[0]}: RULER needs {", ".join(lacking)}: pip install "lm-eval[ruler]"')
+    known = _known(TaskManager, include_path)
     for task in tasks:
         if task not in known:
             hint = next((why for suite, why in SUITES.items() if task.lower().startswith(suite)), None)
@@ -103,6 +110,12 @@ def require_harness(tasks: Sequence[str], lengths: Sequence[int], include_path: 
                 + (hint or f"Similar: {near or 'none'}; `lm-eval ls tasks` lists all")
             )
     return lm_eval
+
+
+@functools.cache
+def _known(manager: Any, include_path: str | None) -> frozenset[str]:
+    """lm-eval reads some ten thousand YAMLs for that, which takes seconds."""
+    return frozenset(manager(include_path=include_path).all_tasks)
 
 
 def is_ruler(task: str) -> bool:
@@ -146,9 +159,10 @@ def harness(
     from lm_eval.tasks import TaskManager
 
     metadata = {"max_seq_lengths": sorted(set(lengths)), "tokenizer": tokenizer_path, "pretrained": tokenizer_path}
-    room = max(lengths)
+    # RULER's prompts are a little longer than what they are asked to be: its template is not counted.
+    room = max(lengths) + TEMPLATE
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size or 1, max_length=room)
-    seen = _Seen(wrapped)
+    seen = _Seen(wrapped, room)
     try:
         found = lm_eval.simple_evaluate(
             model=wrapped,
@@ -170,12 +184,13 @@ def harness(
             sign in text for sign in ("offline", "Offline", "ConnectionError", "Couldn't reach", "NLTK", "nltk")
         )
         way_out = (
-            "its data must be downloaded once: run it where the network is reachable, then with HF_DATASETS_OFFLINE=1"
+            "install what it names"
+            if isinstance(error, ImportError)
+            else "its data must be downloaded once, where the network is reachable; then HF_DATASETS_OFFLINE=1 will do"
             if offline
             else "run `lm-eval run --tasks …` by itself for the whole traceback"
         )
         raise PoSEError(f"--harness {','.join(tasks)} failed inside lm-eval: {text[:500]}; {way_out}") from error
-    seen.require_whole(room)
     scores = scores_of(found["results"], sorted(set(lengths)))
     if not scores:
         raise PoSEError(f"--harness {','.join(tasks)}: lm-eval returned no figure for lengths {sorted(set(lengths))}")
@@ -198,35 +213,33 @@ def scores_of(results: dict[str, dict[str, Any]], lengths: Sequence[int]) -> dic
 
 
 class _Seen:
-    """Counts the tokens of what lm-eval asks, whole, before it cuts anything."""
+    """Counts the tokens of what lm-eval asks, whole, before it cuts anything and before the model runs."""
 
-    def __init__(self, wrapped: Any) -> None:
-        self.longest, self.prompts = 0, 0
+    def __init__(self, wrapped: Any, room: int) -> None:
+        self.longest, self.room = 0, room
         generate, likelihood = wrapped.generate_until, wrapped.loglikelihood
 
         def generate_until(requests: Any, *args: Any, **kwargs: Any) -> Any:
             for request in requests:
                 text, options = request.args
                 answer = options.get("max_gen_toks", options.get("max_new_tokens", wrapped.max_gen_toks))
-                self._count(len(wrapped.tok_encode(text)) + int(answer))
+                self.longest = max(self.longest, len(wrapped.tok_encode(text)) + int(answer))
+            self._require_whole(len(requests))
             return generate(requests, *args, **kwargs)
 
         def loglikelihood(requests: Any, *args: Any, **kwargs: Any) -> Any:
             for request in requests:
-                context, continuation = request.args
-                self._count(len(wrapped.tok_encode(context + continuation)))
+                self.longest = max(self.longest, len(wrapped.tok_encode("".join(request.args))))
+            self._require_whole(len(requests))
             return likelihood(requests, *args, **kwargs)
 
         wrapped.generate_until, wrapped.loglikelihood = generate_until, loglikelihood
 
-    def _count(self, tokens: int) -> None:
-        self.longest, self.prompts = max(self.longest, tokens), self.prompts + 1
-
-    def require_whole(self, room: int) -> None:
-        """Raises PoSEError where lm-eval has cut a prompt: its score would be that of another question."""
-        if self.longest > room:
+    def _require_whole(self, prompts: int) -> None:
+        """Raises PoSEError where lm-eval would cut a prompt: its score would be that of another question."""
+        if self.longest > self.room:
             raise PoSEError(
-                f"the longest of {self.prompts} lm-eval prompts has {self.longest} tokens with its answer, more than "
-                f"the largest of the lengths, {room}, so lm-eval cut it from the left; give lengths up to "
-                f"{self.longest}, or leave out that task"
+                f"the longest of {prompts} lm-eval prompts has {self.longest} tokens with its answer, more than the "
+                f"largest of the lengths allows ({self.room}), so lm-eval would cut it from the left; give lengths up "
+                f"to {self.longest}, or leave out that task"
             )

@@ -129,7 +129,7 @@ class Session:
     def notes(self, source: Source) -> list[str]:
         """What did not fit, for the report."""
         return [
-            f"{task} at {n or 'all lengths'} was left out, and with it all that is longer: {why}"
+            f"{task} at {n} was left out, and with it all that is longer: {why}" if n else f"{task} was left out: {why}"
             for who, task, n, why in self.left_out
             if who == source.name
         ]
