@@ -205,6 +205,11 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
     }.items():
         if cfg.get(key):
             raise PoSEError(f"{key}={cfg.get(key)!r} and `pose:` cannot be combined: {why}")
+    if cfg.get("streaming") and cfg.get("sample_packing"):
+        raise PoSEError(
+            "streaming=True with sample_packing=True packs rows while it reads them, and where documents end does not "
+            "reach the collator: they would be trained as one. Set sample_packing: false, or streaming: false"
+        )
     for key in ("context_parallel_size", "sequence_parallel_degree"):
         if (cfg.get(key) or 1) > 1:
             raise PoSEError(

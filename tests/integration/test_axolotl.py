@@ -583,6 +583,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**pose(), "pretraining_dataset": [{"path": "x"}]},
         ["pretraining_dataset", "cannot be combined", "type: completion"],
     ),
+    "streamed and packed": (
+        {**pose(), "streaming": True, "sample_packing": True},
+        ["streaming=True with sample_packing=True", "Set sample_packing: false"],
+    ),
     "preferences": ({**pose(), "rl": "dpo"}, ["rl='dpo'", "supervised training first"]),
     "reward model": ({**pose(), "reward_model": True}, ["reward_model=True"]),
     "use_pose": ({**pose(), "use_pose": True}, ["use_pose=True", "pose.target_length"]),
