@@ -70,6 +70,38 @@ def test_dropout_and_lora():
     assert self_test(adapted, collator()).neighbour == 0.0
 
 
+class Float8Linear(torch.nn.Linear):
+    """torchao's, as far as it matters: all tokens of a batch are rounded by one scale."""
+
+    def forward(self, tokens):
+        scale = tokens.abs().mean() / 30
+        return super().forward((tokens / scale).round() * scale)
+
+
+def eight_bits():
+    one = model()
+    for module in one.model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Float8Linear
+    return one
+
+
+def test_rounding_that_rows_share_is_no_leak():
+    report = self_test(eight_bits(), collator())
+    assert report.other_row > 0 and report.shared_rounding
+    with restart_boundaries():
+        report = self_test(eight_bits(), packing_collator(), pack="lists")
+    assert 0 < report.neighbour < 0.2 * report.after_jump
+
+
+def test_a_leak_beyond_rounding():
+    def all_ones(batch):
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    (point,) = points(sentence(Wrapped(eight_bits(), all_ones), packing_collator(), pack="lists"))
+    assert "packed documents see each other" in point
+
+
 def test_attention_dropout():
     self_test(model(attention="eager", attention_dropout=0.3), collator())
 
