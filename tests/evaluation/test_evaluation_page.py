@@ -1,0 +1,72 @@
+"""The commands and snippets of docs/evaluation.md, run on tiny models."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Trainer, TrainingArguments
+
+from pose_plugin import cli
+from pose_plugin.config import parse_settings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def commands():
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("pose-plugin evaluate")]
+
+
+@pytest.fixture
+def folders(tmp_path, tokenizer, make_llama, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("base", "outputs/model", "outputs/model/checkpoint-100")):
+        make_llama(seed=number).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    Path("book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+def test_commands(folders, words, capsys):
+    if "--harness" in words:
+        # Minutes of prompts, and packages that tests do not install: every argument is accepted, up to what is missing.
+        pytest.importorskip("lm_eval")
+        words = [*words, "--harness-path", "none"]
+        assert cli.main(words[1:]) == 2
+        assert "pip install" in capsys.readouterr().err
+        return
+    # A random model finds no key token, which leaves LongPPL out and is said by exit code 1.
+    assert cli.main([*words[1:], "--quiet"]) == (1 if "all" in words else 0)
+    out = capsys.readouterr().out
+    assert "2048 tokens ×" in out
+    if "all" in words:
+        assert "Best over all measures" in out and {p.name for p in Path("judged").glob("*.png")} >= {
+            "needle_single.png", "needle_multi.png", "needle_kv.png", "passkey.png", "topics.png", "gap.png"
+        }  # fmt: skip
+
+
+def test_the_block_is_valid():
+    (text,) = blocks("yaml")
+    settings = parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048})
+    assert settings.evaluate is not None and settings.evaluate.every == 100
+
+
+def test_snippets(tokenizer, make_llama, tmp_path):
+    callback, functions = blocks("python")
+    rows = [{"input_ids": list(range(12)), "labels": list(range(12))}] * 4
+    args = TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(make_llama(), args, train_dataset=rows, processing_class=tokenizer)
+    names = {"trainer": trainer}
+    exec(callback, names)
+    trainer.train()
+    assert any({"passkey/512", "needle/single/1024"} <= row.keys() for row in trainer.state.log_history)
+    text = "The quick brown fox jumps over the lazy dog. " * 400
+    exec(functions, {"model": make_llama(), "tokenizer": tokenizer, "texts": [text]})
