@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
@@ -215,3 +216,36 @@ def test_config_only_and_other_adapters(home):
 def test_an_adapter_trained_otherwise_is_refused(home, whole):
     with pytest.raises(AssertionError, match=r"beacon.interval=32, but the adapter in lora_model_dir=.* with 16"):
         run(home, "no", lora_model_dir=str(home / "whole"), beacon={"interval": 32})
+
+
+EXAMPLE = Path(__file__).parents[2] / "example_configs" / "axolotl_beacon.yaml"
+
+
+def test_the_example_fits_the_schema(home):
+    """As it is, for a machine with a GPU; only the base model is a local one."""
+
+    def case() -> tuple[list[str], Any, Any]:
+        from axolotl.cli.config import prepare_plugins
+        from axolotl.integrations.config import merge_input_args
+        from axolotl.utils.config import validate_config
+        from axolotl.utils.dict import DictDefault
+
+        values = {**yaml.safe_load(EXAMPLE.read_text()), "base_model": str(home / "base")}
+        cfg = DictDefault(values)
+        prepare_plugins(cfg)
+        unknown = sorted(set(values) - set(merge_input_args()[1].model_fields))
+        found = validate_config(cfg).to_dict()
+        return unknown, found["beacon"], found["gradient_checkpointing_kwargs"]
+
+    assert forked(case).value == ([], yaml.safe_load(EXAMPLE.read_text())["beacon"], {"use_reentrant": False})
+
+
+def test_the_example_runs(home):
+    """Shrunk to the tiny base, without what a CPU cannot do."""
+    values = yaml.safe_load(EXAMPLE.read_text())
+    kept = ("base_model", "special_tokens", "datasets", "output_dir", "dataset_prepared_path", "bf16", "optimizer")
+    changes = {key: value for key, value in values.items() if key not in kept}
+    changes |= {"beacon": {**values["beacon"], "interval": 32}, "sequence_len": 128, "learning_rate": 1e-3}
+    changes |= {"gradient_accumulation_steps": 1, "save_steps": None, "max_steps": 2, "logging_steps": 1}
+    found = run(home, "example", **changes).value
+    assert found["moved"] and len(found["losses"]) == 2

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +242,15 @@ def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradien
     case = functools.partial(learn, home, output_dir=str(home / "no"), strategy="zero3")
     for found in ranks(case, **environment):
         assert isinstance(found, CaseError) and "use ZeRO-2 there" in str(found)
+
+
+def test_the_example(home, tmp_path):
+    root = Path(__file__).parents[2]
+    rows = [{"text": f"Line {at} of a text. " * 20} for at in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, str(root / "example_configs" / "trl_beacon.py"), "--data", str(tmp_path / "rows.jsonl")]
+    command += ["--steps", "2", "--batch-size", "2", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (saved["peft_type"], saved["interval"]) == ("POSE_PLUGIN_BEACON", 32)
