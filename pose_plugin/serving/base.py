@@ -51,12 +51,15 @@ def base_of(folder: str | Path, base: str | None = None) -> Base:
 def read_json(file: Path) -> dict[str, Any]:
     """
     Raises:
-        PoSEError: the file is not JSON.
+        PoSEError: the file is not JSON, or not an object.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PoSEError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise PoSEError(f"{file} holds a {type(values).__name__}, not an object {{…}}; save the folder again")
+    return values
 
 
 def write_json(file: Path, values: Any) -> None:

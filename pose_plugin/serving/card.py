@@ -53,9 +53,10 @@ def write_card(folder: str | Path, evaluation: str | Path | None = None) -> Path
     Returns: the file, or None.
 
     Raises:
-        PoSEError: an evaluation without report.md.
+        PoSEError: an evaluation without report.md; a README.md that cannot be read, which is left as it is.
     """
     from huggingface_hub import ModelCard, ModelCardData
+    from yaml import YAMLError
 
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / "config.json").is_file():
@@ -63,8 +64,15 @@ def write_card(folder: str | Path, evaluation: str | Path | None = None) -> Path
     saved = read_saved(path)
     found = _bring(path, Path(evaluation)) if evaluation is not None else _newest_evaluation(path)
     file = path / "README.md"
-    old = file.read_text(encoding="utf-8") if file.is_file() else ""
-    card = ModelCard(old if old.startswith("---") else f"---\n{{}}\n---\n{old}", ignore_metadata_errors=True)
+    try:
+        # A mark of byte order would hide the metadata.
+        old = file.read_text(encoding="utf-8-sig") if file.exists() else ""
+        card = ModelCard(old if old.startswith("---") else f"---\n{{}}\n---\n{old}", ignore_metadata_errors=True)
+    except (OSError, ValueError, YAMLError) as error:
+        raise PoSEError(
+            f"{file} was left as it is, as its text (UTF-8) or its metadata (YAML between two ---) cannot be read: "
+            f"{error}. Mend it, or move it away"
+        ) from None
     data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
     body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", card.text, flags=re.S).strip()
     text = f"{BEGIN}\n{_section(saved, found)}\n{END}\n" + (f"\n{body}\n" if body else "")

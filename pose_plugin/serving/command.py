@@ -91,6 +91,11 @@ def _export(args: argparse.Namespace) -> int:
         arguments = ["--outtype", args.outtype] if args.outtype else []
         print(f"# converted: {convert(saved, args.llama_cpp, args.output, arguments)}")
     for name, content in made.files.items():
+        file = saved.path / name
+        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != content:
+            print(f"# {file} exists and is left as it is; ours would be:")
+            print("\n".join(f"#   {line}" for line in content.splitlines()))
+            continue
         (saved.path / name).write_text(content, encoding="utf-8")
         print(f"# written: {saved.path / name}")
     print(made)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings
+from pose_plugin.errors import PoSEError
 from pose_plugin.rope import legacy_copies
 from pose_plugin.serving.base import is_adapter, read_json, write_json
 
@@ -71,9 +72,19 @@ def complete_folder(
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
-    """What `complete_folder` recorded in a folder; empty where it did not."""
+    """What `complete_folder` recorded in a folder; empty where it did not.
+
+    Raises:
+        PoSEError: a record that is none.
+    """
     file = Path(folder) / RECORD
-    return read_json(file) if file.exists() else {}
+    if not file.exists():
+        return {}
+    record = read_json(file)
+    target = record.get("target_length")
+    if not isinstance(target, int) or target < 1:
+        raise PoSEError(f"{file}: target_length={target!r} is no number of tokens (≥ 1); save the folder again")
+    return record
 
 
 def for_older_readers(file: Path) -> None:

@@ -12,6 +12,8 @@ from pose_plugin.serving.base import read_json, write_json
 from pose_plugin.serving.folder import text_part
 from pose_plugin.serving.saved import Saved
 
+_LINKED = (".safetensors", ".bin", ".pt", ".gguf")
+
 
 def write_older_form(saved: Saved, output: str | Path) -> Path:
     """Writes config.json and tokenizer_config.json as transformers 4 wrote them, beside links to all other files.
@@ -61,7 +63,10 @@ def write_older_form(saved: Saved, output: str | Path) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Weights are large: a hard link where the disk allows one."""
+    """Weights are large: a hard link where the disk allows one. What is small may be written again in either folder."""
+    if source.suffix not in _LINKED:
+        shutil.copy2(source, target)
+        return
     try:
         os.link(source, target)
     except OSError:

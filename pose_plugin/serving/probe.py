@@ -19,6 +19,7 @@ from pose_plugin.serving._alone import measure, weight_type
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64
+_KEYS = ("ids", "positions", "vocabulary", "logits", "frequencies", "dtype", "compute", "quantization")
 
 
 def probe_inputs(vocabulary: int, original_length: int, target_length: int) -> dict[str, list[int]]:
@@ -73,15 +74,19 @@ def read_probe(folder: str | Path) -> dict[str, Any] | None:
     """What was asked and answered, or None where a folder holds no probe.
 
     Raises:
-        PoSEError: the file is not JSON.
+        PoSEError: the file is not JSON, or lacks what is compared.
     """
     file = Path(folder) / PROBE
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        probe = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PoSEError(f"{file} is not valid JSON ({error}); save the model again") from None
+    lacking = [key for key in _KEYS if key not in probe]
+    if lacking or not probe["logits"]:
+        raise PoSEError(f"{file} lacks {', '.join(lacking) or 'logits'}, so nothing can be compared; save again")
+    return probe
 
 
 def write_probe(folder: str | Path, probe: Mapping[str, Any]) -> None:

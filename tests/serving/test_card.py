@@ -127,3 +127,18 @@ def test_bad_input(full, tmp_path, capsys):
 def test_foreign_folders_get_no_card(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert write_card(tmp_path) is None and not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"# Mine \xe9\n", b"---\nlicense: [mit\n---\n# Mine\n", b"---\n- a\n---\n# Mine\n"]
+)
+def test_a_readme_that_cannot_be_read_is_left_as_it_is(full, content, capsys):
+    (full / "README.md").write_bytes(content)
+    assert main(["card", str(full)]) == 2
+    assert "README.md was left as it is" in capsys.readouterr().err
+    assert (full / "README.md").read_bytes() == content
+
+
+def test_a_mark_of_byte_order_hides_no_metadata(full):
+    (full / "README.md").write_bytes(b"\xef\xbb\xbf---\nlicense: mit\n---\n# Mine\n")
+    assert card(full).data.license == "mit"

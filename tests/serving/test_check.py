@@ -345,3 +345,20 @@ def test_measuring_leaves_the_model_as_it_was(home):
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("pose_probe.json", "{}", "lacks ids"),
+        ("config.json", "[]", "holds a list"),
+        ("pose.json", "[1]", "holds a list"),
+        ("pose.json", '{"target_length": "many"}', "target_length='many'"),
+    ],
+)
+def test_files_of_another_shape_are_named_and_never_pass(home, tmp_path, capsys, name, content, named):
+    folder = copy(home, tmp_path, "full")
+    (folder / name).write_text(content)
+    assert main(["check", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert str(folder / name) in told and named in told

@@ -293,3 +293,23 @@ def test_without_heavy_imports():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_modelfile_of_the_users_is_left_as_it_is(tmp_path, capsys):
+    save_full(tmp_path / "my model", "linear")
+    file = tmp_path / "my model" / "Modelfile"
+    file.write_text("FROM mine\n")
+    assert main(["export", str(tmp_path / "my model"), "--engine", "ollama"]) == 0
+    out = capsys.readouterr().out
+    assert file.read_text() == "FROM mine\n" and f"{file} exists and is left as it is" in out
+    assert f"ollama create 'my model' -f '{file}'" in out
+
+
+def test_only_weights_are_linked_into_the_older_form(tmp_path):
+    save_full(tmp_path / "full", "linear")
+    (tmp_path / "full" / "README.md").write_text("# Mine\n")
+    older = tmp_path / "older"
+    assert main(["export", str(tmp_path / "full"), "--engine", "tgi", "--form", "4", "--output", str(older)]) == 0
+    (older / "README.md").write_text("# Another\n")
+    assert (tmp_path / "full" / "README.md").read_text() == "# Mine\n"
+    assert (older / "model.safetensors").samefile(tmp_path / "full" / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from pose_plugin.serving.engines import llama_cpp
@@ -17,9 +18,13 @@ def export(saved: Saved) -> Export:
     conversion = llama_cpp.export(saved)
     file = Path(llama_cpp.gguf_file(saved))
     modelfile = f"FROM ./{file.name}\nPARAMETER num_ctx {saved.maximum}\n"
-    name = saved.path.resolve().name
+    name = shlex.quote(saved.path.resolve().name)
     return Export(
-        [*conversion.lines[:-1], f"ollama create {name} -f {file.with_name('Modelfile')}", f"ollama run {name}"],
+        [
+            *conversion.lines[:-1],
+            f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))}",
+            f"ollama run {name}",
+        ],
         [*conversion.notes, "without num_ctx Ollama serves a few thousand tokens, whatever the file says"],
         {"Modelfile": modelfile},
     )
