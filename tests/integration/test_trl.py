@@ -439,6 +439,33 @@ def test_rows_split_over_devices(tmp_path, key):
     refused(case, f"PoSEError: {key}=2 splits each row over 2 devices, and chunks on different ones would not be kept")
 
 
+def test_a_trainer_asks_for_whole_rows(tmp_path):
+    def case():
+        from pose_plugin import PoSEError
+        from pose_plugin.integrations import trainer as module
+
+        def split(trainer):
+            raise PoSEError("asked for whole rows")
+
+        module.require_whole_rows = split
+        trl_runs.sft(tmp_path).train()
+
+    refused(case, "PoSEError: asked for whole rows")
+
+
+def test_a_trainer_makes_ready_for_packed_rows(tmp_path):
+    """A cache that the user left on would mix documents; a collator that is not told of packs refuses them."""
+
+    def case():
+        alone = trl_runs.sft(tmp_path).data_collator.packs
+        trainer = trl_runs.sft(tmp_path, packing=True, max_steps=1, eval_strategy="no")
+        trainer.model.config.use_cache = True
+        trainer.train()
+        return alone, trainer.data_collator.packs, trainer.model.config.use_cache
+
+    assert forked(case).value == (False, True, False)
+
+
 def test_padding_free_rows_with_a_foreign_collator(tmp_path):
     from transformers import default_data_collator
 
