@@ -115,8 +115,10 @@ class Session:
                     self._leave_out(source.name, name, n, error)
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()
-                    # Longer ones need more.
-                    break
+                    if isinstance(error, TooLittleMemory):
+                        # Longer ones need more.
+                        break
+                    continue
                 self.finished.put(part.to_dict(), **self._what(source, name, n))
                 parts.append(part)
             if parts:
@@ -129,14 +131,15 @@ class Session:
     def notes(self, source: Source) -> list[str]:
         """What did not fit, for the report."""
         return [
-            f"{task} at {n} was left out, and with it all that is longer: {why}" if n else f"{task} was left out: {why}"
+            f"{task}{f' at {n}' if n else ''} was left out: {why}"
             for who, task, n, why in self.left_out
             if who == source.name
         ]
 
     def _leave_out(self, who: str, task: str, n: int, error: PoSEError) -> None:
         print(f"  {task}{f' at {n}' if n else ''} is left out: {error}", flush=True)
-        self.left_out.append((who, task, n, str(error)))
+        longer = "; longer ones were not tried" if n and isinstance(error, TooLittleMemory) else ""
+        self.left_out.append((who, task, n, f"{error}{longer}"))
 
     def _pieces(self, name: str) -> list[int]:
         pieces = TASKS[name].pieces(self.plan)
