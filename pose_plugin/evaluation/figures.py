@@ -281,10 +281,10 @@ def _length_axis(axes: Any, lengths: list[int], report: Report) -> None:
 
 
 def _mark_columns(axes: Any, lengths: list[int], report: Report) -> None:
-    """Lines behind the last column within the trained and within the target window."""
+    """Lines behind the last column within the trained and within the target window; all columns may be beyond one."""
     for label, window in (("trained", report.train_length), ("target", report.target_length)):
         inside = sum(n <= window for n in lengths) if window else 0
-        if inside:
+        if inside or (window and label == "trained"):
             line = "-" if label == "trained" else "--"
             axes.axvline(inside - 0.5, color="#D55E00", linewidth=1.2, linestyle=line)
             axes.text(
