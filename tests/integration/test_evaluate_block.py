@@ -128,3 +128,22 @@ def test_refused_before_the_first_step(tmp_path, changes, message):
     with pytest.raises(CaseError, match=message) as failure:
         forked(case)
     assert "'loss'" not in str(failure.value)
+
+
+def rank_case(folder: Path, asked: dict[str, Any]) -> Any:
+    from tests.integration import trl_runs
+
+    trainer = trl_runs.sft(folder, pose={"evaluate": asked}, per_device_train_batch_size=1, ddp_backend="gloo")
+    trainer.train()
+    return measured(trainer.state.log_history)
+
+
+def test_two_processes_measure_the_same(tmp_path):
+    pytest.importorskip("trl")
+    from tests.forked import good_ranks
+    from tests.integration import trl_runs
+
+    trl_runs.make_model(tmp_path)
+    first, second = (one.value for one in good_ranks(rank_case, tmp_path, block(tmp_path, every=None)))
+    assert sorted(first) == [0, 8]
+    assert all(first[step][name] == second[step][name] for step in first for name in NAMES)
