@@ -1,0 +1,123 @@
+"""What docs/beacon.md says is what happens, and what was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "beacon.md").read_text(encoding="utf-8")
+SCRIPTS = {"beacon_cost": "beacon", "beacon_learning": "beacon_learning"}
+
+
+def script(name: str) -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(SCRIPTS[name])
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def committed(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_page_quotes_the_results(name):
+    assert script(name).table(committed(name)) in PAGE
+    assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_table_of_numbers_is_a_result():
+    rest = PAGE
+    for name in SCRIPTS:
+        rest = rest.replace(script(name).table(committed(name)), "")
+    assert not re.search(r"^\|.*\d+\.\d", rest, re.M)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_quick_run_has_the_committed_form(name, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{SCRIPTS[name]}.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    assert result.keys() == committed(name).keys()
+    assert script(name).table(result) in done.stdout
+    assert (tmp_path / f"{name}.png").exists()
+    if name == "beacon_learning":
+        assert all(each["short_inputs_identical"] for run in result["runs"].values() for each in run)
+
+
+def test_committed_cost_memory_is_flat_and_time_linear():
+    cases = {(c["method"], c["factor"]): c for c in committed("beacon_cost")["cases"] if c["model"] == "tiny"}
+    beacon, full = ([cases[method, f] for f in (4, 8, 16, 32, 64)] for method in ("beacon", "full"))
+    assert max(c["cache_megabytes"] for c in beacon) < 1.5 * min(c["cache_megabytes"] for c in beacon)
+    assert full[-1]["cache_megabytes"] > 15 * full[0]["cache_megabytes"]
+    assert beacon[-1]["seconds"] < 1.5 * 16 * beacon[0]["seconds"]
+    assert full[-1]["seconds"] > 2 * 16 * full[0]["seconds"]
+
+
+def test_committed_learning_beats_a_sliding_window_where_the_page_says_so():
+    result = committed("beacon_learning")
+    assert all(seed >= 10 for seed in result["seeds"])
+    for run in result["runs"]["beacons"]:
+        assert run["short_inputs_identical"]
+        assert run["beacons"]["retrieval"]["256"] > run["sliding window"]["retrieval"]["256"] + 0.3
+
+
+def test_the_reading_snippet(tmp_path, monkeypatch):
+    import torch
+
+    from pose_plugin import BeaconCache
+    from tests.beacon.tiny import make_base, make_beacon, make_ids
+
+    monkeypatch.chdir(tmp_path)
+    make_base().save_pretrained("base")
+    make_beacon().save_pretrained("outputs/beacon")
+    names: dict[str, Any] = {
+        "base": "base",
+        "document_ids": make_ids(60),
+        "question_ids": make_ids(5),
+        "long_prompt_ids": make_ids(90),
+    }
+    (snippet,) = (text for text in blocks("python") if "condense" in text)
+    with torch.no_grad():
+        exec(snippet, names)
+    assert isinstance(names["context"], BeaconCache) and names["context"].tokens == 60
+    assert names["answer"].shape[1] > 90
+
+
+def test_the_training_snippet_names_what_there_is():
+    (snippet,) = (text for text in blocks("python") if "SFTTrainer" in text)
+    pytest.importorskip("trl")
+    names: dict[str, Any] = {}
+    exec(snippet.partition("trainer =")[0], names)
+    assert names["beacon"].interval == 1024
+
+
+def test_the_yaml_is_a_valid_block():
+    import yaml
+
+    from pose_plugin.integrations.axolotl_beacon import beacon_config, prepare
+
+    values = yaml.safe_load(blocks("yaml")[0])
+    prepare(values)
+    assert beacon_config(values["beacon"]).ratios == [2, 4, 8, 16, 32]
+
+
+def test_the_capacity_that_the_page_names():
+    from pose_plugin.beacon.ratios import Window
+
+    assert "394,240" in PAGE and Window(4096, 1024).capacity(128) == 394240
