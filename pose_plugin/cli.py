@@ -12,7 +12,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def evaluate(parser: argparse.ArgumentParser) -> Run:
-    """measure passkey retrieval and perplexity of models and adapters, side by side"""
+    """measure retrieval, perplexity and more of models and adapters by length, side by side"""
     from pose_plugin.evaluation import command
 
     command.add_arguments(parser)
