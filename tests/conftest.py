@@ -19,6 +19,11 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 import pytest  # noqa: E402 - the frameworks read the environment when they are imported
+import torch  # noqa: E402
+
+# The first backward of a process decides how many threads autograd has, and with threads no forked child can run one.
+# Without a GPU it has none, unless torch.compile came first: in CUDA builds that pretends there is a device.
+torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.fixture
