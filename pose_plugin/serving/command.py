@@ -69,7 +69,8 @@ def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace]
 
 
 def _export(args: argparse.Namespace) -> int:
-    from pose_plugin.serving.engines import exporter
+    from pose_plugin.serving.engines import OLDER_READERS, exporter
+    from pose_plugin.serving.engines.common import require_older_form
     from pose_plugin.serving.saved import read_saved
 
     saved = read_saved(args.folder)
@@ -82,6 +83,8 @@ def _export(args: argparse.Namespace) -> int:
         print(f"# written for readers of transformers 4: {folder}")
         # The lines shall name the folder that they are for.
         saved = replace(saved, path=folder)
+    elif args.engine in OLDER_READERS:
+        require_older_form(saved, args.engine)
     made = exporter(args.engine)(saved)
     if args.convert:
         from pose_plugin.serving.engines.llama_cpp import convert

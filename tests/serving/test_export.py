@@ -252,6 +252,24 @@ def test_older_form(home, tmp_path, name, capsys):
     assert config_of(home / name) == before
 
 
+@pytest.mark.parametrize("engine", ["llama.cpp", "ollama", "tgi"])
+def test_a_folder_in_the_newer_form_alone(tmp_path, engine, capsys):
+    """As checkpoints are: an engine that reads the older keys would see no extension."""
+    folder = tmp_path / "checkpoint-2"
+    save_full(folder, "yarn")
+    edit(folder / "config.json", lambda values: values.pop("rope_scaling"))
+    assert main(["export", str(folder), "--engine", engine]) == 2
+    said = capsys.readouterr().err
+    assert "has no rope_scaling" in said and f"readers of {engine}" in said and "--form 4 --output FOLDER" in said
+    assert main(["export", str(folder), "--engine", "vllm"]) == 0
+    assert main(["export", str(folder), "--engine", engine, "--form", "4", "--output", str(tmp_path / "old")]) == 0
+    assert config_of(tmp_path / "old")["rope_scaling"]["rope_type"] == "yarn"
+    # Plain RoPE with another base needs no such key.
+    save_full(tmp_path / "ntk", "ntk")
+    edit(tmp_path / "ntk" / "config.json", lambda values: values.pop("rope_scaling", None))
+    assert main(["export", str(tmp_path / "ntk"), "--engine", engine]) == 0
+
+
 def test_older_form_still_loads_in_transformers_5(home, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
     main(["export", str(home / "yarn"), "--engine", "tgi", "--form", "4", "--output", str(tmp_path / "old")])

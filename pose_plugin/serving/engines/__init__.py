@@ -21,6 +21,9 @@ ENGINES = {
     "tgi": "tgi",
 }
 
+# Those that read, or may read, the keys of transformers 4 only.
+OLDER_READERS = ("llama.cpp", "ollama", "tgi")
+
 
 def exporter(engine: str) -> Callable[[Saved], Export]:
     """The engine's `export`."""

@@ -7,6 +7,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from pose_plugin.errors import PoSEError
+from pose_plugin.rope import legacy_copies
 from pose_plugin.serving.saved import Saved
 
 
@@ -38,6 +40,21 @@ def merge_lines(saved: Saved, output: str) -> list[str]:
         f'python -c "{code}"' if not set(code) & set('"$`\\!') else f"python -c {shlex.quote(code)}",
         f"pose-plugin check {shlex.quote(output)} --like {quoted(saved)} --repair",
     ]
+
+
+def require_older_form(saved: Saved, engine: str) -> None:
+    """Checks that a full model's config.json holds the keys that this engine's readers look at.
+
+    Raises:
+        PoSEError: it does not, as in a checkpoint, whose config must have the newer form alone to be resumed.
+    """
+    wanted = legacy_copies(saved.rope, saved.model_type).get("rope_scaling")
+    if saved.base is None and wanted is not None and saved.text.get("rope_scaling") is None:
+        raise PoSEError(
+            f"{saved.path}/config.json has no rope_scaling, the form of the rope that some readers of {engine} need: "
+            "they would serve the base's frequencies. Checkpoints are saved so, to be resumed. Export the run's final "
+            "folder, or a copy of this one: add --form 4 --output FOLDER"
+        )
 
 
 def quoted(saved: Saved) -> str:
