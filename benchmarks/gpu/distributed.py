@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.integration.distributed import saved_tensors  # noqa: E402
+
 CONFIGS = ROOT / "example_configs"
 BASE = CONFIGS / "quickstart" / "base"
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
@@ -91,7 +95,7 @@ def _run(home: Path, framework: str, run: Run) -> dict[str, Any]:
         "end": output[-1500:],
         "tested": output.count("[pose_plugin] self-test passed"),
         "losses": [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", output)],
-        "tensors": _tensors(out),
+        "tensors": saved_tensors(out),
         "config": json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {},
         "adapter": run.adapter,
         "seconds": round(time.monotonic() - began),
@@ -200,17 +204,6 @@ def _data(path: Path, rows: int) -> None:
             start, step = picker.randrange(500), picker.choice((3, 7))
             ids = [(start + i * step) % 500 + 2 for i in range(200)]
             file.write(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}) + "\n")
-
-
-def _tensors(folder: Path) -> dict[str, int]:
-    from safetensors import safe_open
-
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                found[name] = math.prod(file.get_slice(name).get_shape())
-    return found
 
 
 def _environment(run: Run) -> dict[str, str]:
