@@ -1,0 +1,359 @@
+"""The YAMLs of example_configs: read, held against Axolotl's schema, and run on CPU as shrunk copies."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import yaml
+
+from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, WORDS, train
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "example_configs"
+
+# -- the base models ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Base:
+    """What of a base model matters here: its config.json, its special tokens, and by how much to shrink lengths.
+
+    Attributes:
+        config: as published.
+        special: its special tokens (bos, eos, pad, others), which chat templates write.
+        shrink: what every length of an example is divided by.
+        template: its own chat template, where an example uses it.
+    """
+
+    config: dict[str, Any]
+    special: dict[str, Any]
+    shrink: int
+    template: str = ""
+
+
+_HEADERS = ["<|start_header_id|>", "<|end_header_id|>"]
+_ROUND = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def _config(kind: str, **values: Any) -> dict[str, Any]:
+    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    return {"model_type": kind, "architectures": [names[kind]], "hidden_act": "silu", "dtype": "bfloat16", **values}
+
+
+_LLAMA3 = Base(
+    _config(
+        "llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        bos_token_id=128000,
+        eos_token_id=128009,
+    ),
+    {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "additional_special_tokens": [*_HEADERS, "<|end_of_text|>"],
+    },
+    shrink=128,
+)
+
+BASES: dict[str, Base] = {
+    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3,
+}
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """The base's own config.json and a small tokenizer: all that a schema check reads."""
+    base = BASES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(base.config))
+    _tokenizer(base).save_pretrained(folder)
+    return folder
+
+
+def write_tiny(folder: Path, name: str) -> Path:
+    """The same kind of model with two small layers, random weights, and its window divided like all lengths."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = BASES[name]
+    tokenizer = _tokenizer(base)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"vocab_size": len(tokenizer), "dtype": "float32"}
+    small |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if base.config["num_key_value_heads"] < base.config["num_attention_heads"]:
+        small["num_key_value_heads"] = 1
+    else:
+        small["num_key_value_heads"] = 2
+    if "head_dim" in base.config:
+        small["head_dim"] = 16
+    small["max_position_embeddings"] = base.config["max_position_embeddings"] // base.shrink
+    values = {**base.config, **small}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(base: Base) -> Any:
+    """The words w30 to w99 and the roles by white space, and the base's special tokens, bos put in front of texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    given = dict(base.special)
+    unknown = given.pop("unk_token", "<unk>")
+    named = [unknown, *(v for k, v in given.items() if k != "additional_special_tokens")]
+    tokens = [*named, *given.get("additional_special_tokens", []), "user", "assistant", "system", *WORDS]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(tokens)}, unk_token=unknown))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if "bos_token" in given:
+        bos = given["bos_token"]
+        inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokens.index(bos))])
+    window = base.config["max_position_embeddings"]
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unknown, model_max_length=window, **given)
+    made.chat_template = base.template or None
+    return made
+
+
+# -- the files ------------------------------------------------------------------------------------------------------
+
+
+def examples() -> list[str]:
+    """Every YAML for Axolotl, as the path below example_configs."""
+    files = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml"))
+    return [name for name in files if not name.startswith("accelerate/")]
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def unknown_keys(values: dict[str, Any]) -> list[str]:
+    """Keys that no field of Axolotl's schema, plugins included, reads, with those of deprecated fields.
+
+    Needs the plugins to be registered. Axolotl itself drops unknown keys without a word.
+    """
+    from axolotl.integrations.config import merge_input_args
+
+    return list(_unknown(values, [merge_input_args()[1]], ""))
+
+
+def _unknown(values: Any, kinds: list[Any], where: str) -> Iterator[str]:
+    from pydantic import BaseModel
+
+    parts = [part for kind in kinds for part in _parts(kind)]
+    models = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+    if isinstance(values, list):
+        for item in values:
+            yield from _unknown(item, kinds, f"{where[:-1]}[].")
+    elif isinstance(values, dict) and models:
+        for key, value in values.items():
+            fields = [model.model_fields[key] for model in models if key in model.model_fields]
+            if not fields or all(field.deprecated for field in fields):
+                yield where + key
+            else:
+                yield from _unknown(value, [field.annotation for field in fields], f"{where}{key}.")
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """The kinds in a union, a list, or a list of unions."""
+    yield kind
+    for each in get_args(kind):
+        yield from _parts(each)
+
+
+# A machine with eight GPUs of the A100's kind.
+CAPABILITIES = {"bf16": True, "tf32": True, "fp8": False, "n_gpu": 8, "n_node": 1, "compute_capability": "sm_80"}
+
+
+def validated(values: dict[str, Any], base: Path) -> tuple[list[str], dict[str, Any]]:
+    """(unknown keys, the config as Axolotl validates it) of a file as it is but for where its base model is."""
+    import torch
+    from axolotl.cli.config import prepare_plugins
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+
+    cfg = DictDefault(copy.deepcopy({**values, "base_model": str(base)}))
+    prepare_plugins(cfg)
+    unknown = unknown_keys(values)
+    version = torch.__version__.split("+")[0]
+    return unknown, validate_config(cfg, dict(CAPABILITIES), {"torch_version": version}).to_dict()
+
+
+# -- shrunk copies --------------------------------------------------------------------------------------------------
+
+# All that a shrunk copy changes. Lengths are divided, everything else is as in the file.
+ELSEWHERE = ("base_model", "output_dir", "dataset_prepared_path", "datasets[].path")
+LENGTHS = ("sequence_len", "pose.target_length", "pose.train_length", "pose.target_margin", "pose.rope.original_length")
+STEPS = ("max_steps", "num_epochs", "micro_batch_size", "gradient_accumulation_steps", "warmup_steps", "logging_steps")
+STEPS += ("save_steps", "eval_steps", "saves_per_epoch", "evals_per_epoch", "save_strategy", "val_set_size")
+FOR_GPUS = ("bf16", "fp16", "tf32", "attn_implementation", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+FOR_GPUS += ("lora_embedding_kernel", "liger_fused_linear_cross_entropy", "plugins")
+FOR_SEVERAL = ("deepspeed", "fsdp_version", "fsdp_config")
+ADDED = ("dataset_num_proc",)
+REPLACED = ELSEWHERE + LENGTHS + STEPS + FOR_GPUS + FOR_SEVERAL + ADDED
+
+LIGER = "axolotl.integrations.liger.LigerPlugin"
+
+
+def shrunk(values: dict[str, Any], base: Path, data: Path, out: Path) -> dict[str, Any]:
+    """A copy that a CPU trains for two steps in seconds; the constants above say what it may change.
+
+    Args:
+        values: the file.
+        base: the tiny model.
+        data: a folder with a file for every one that `datasets` names.
+        out: the folder for everything that is written.
+    """
+    small = copy.deepcopy(values)
+    small |= {"base_model": str(base), "output_dir": str(out / "out"), "dataset_prepared_path": str(out / "prepared")}
+    for each in small["datasets"]:
+        each["path"] = str(data / each["path"])
+    by = BASES[values["base_model"]].shrink
+    for name in LENGTHS:
+        *path, key = name.split(".")
+        block: Any = small
+        for part in path:
+            block = block.get(part) if isinstance(block, dict) else None
+        if isinstance(block, dict) and block.get(key):
+            block[key] //= by
+    for key in (*STEPS, "tf32", *FOR_SEVERAL, "liger_fused_linear_cross_entropy"):
+        if key != "warmup_steps" or small.get(key):
+            small.pop(key, None)
+    small["plugins"] = [name for name in small["plugins"] if name != LIGER]
+    small |= {"max_steps": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1}
+    small |= {"bf16": False, "fp16": False, "attn_implementation": "sdpa", "dataset_num_proc": 1}
+    if "val_set_size" in values:
+        small["val_set_size"] = 0.2
+    if "adapter" in values:
+        small |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)
+    return small
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Names of what differs between two YAMLs, lists of blocks taken item by item."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {*one, *other}:
+            yield from differences(one.get(key), other.get(key), f"{where}.{key}" if where else key)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and isinstance(one[0], dict):
+        for a, b in zip(one, other, strict=True):
+            yield from differences(a, b, f"{where}[]")
+    elif one != other:
+        yield where
+
+
+def write_data(folder: Path, longest: int) -> Path:
+    """texts.jsonl and chats.jsonl with rows on both sides of `longest` tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picker = random.Random(0)
+
+    def some(count: int) -> str:
+        return " ".join(picker.choices(WORDS, k=count))
+
+    sizes = [max(12, longest * part // 8) for part in (1, 2, 3, 4, 5, 6, 7, 9)] * 2
+    texts = [{"text": some(size)} for size in sizes]
+    chats = []
+    for size in sizes:
+        asked, answer = size * 6 // 8, max(3, size // 16)
+        turns = [("user", some(asked)), ("assistant", some(answer)), ("user", some(3)), ("assistant", some(answer))]
+        chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    for name, rows in (("texts", texts), ("chats", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@dataclass
+class ExampleRun:
+    """What a shrunk copy did.
+
+    Attributes:
+        rows: (tokens, labels) of the training rows, as Axolotl made them.
+        lengths: tokens of the rows of each batch, in the order in which they were trained.
+        farthest: the largest position in a training batch.
+        jumps: whether positions jumped in a training batch.
+        moved: names of the weights that changed.
+        quantized: whether the model's projections are bitsandbytes' 4-bit layers.
+        arguments: some of the trainer's arguments.
+    """
+
+    losses: list[float]
+    rows: list[tuple[list[int], list[int]]]
+    lengths: list[list[int]]
+    farthest: int
+    jumps: bool
+    moved: list[str]
+    trainable: list[str]
+    quantized: bool
+    inverse_frequencies: np.ndarray
+    logits: np.ndarray
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_ARGUMENTS = ("warmup_steps", "lr_scheduler_type", "learning_rate", "optim", "train_sampling_strategy")
+_ARGUMENTS += ("gradient_checkpointing", "weight_decay", "adam_beta2", "max_grad_norm")
+
+
+def run_example(values: dict[str, Any]) -> ExampleRun:
+    """Trains a shrunk copy by the real Axolotl, in this process."""
+    import torch
+
+    before: dict[str, torch.Tensor] = {}
+    lengths: list[list[int]] = []
+    positions: list[torch.Tensor] = []
+    seen: dict[str, Any] = {}
+
+    def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        mask, places = kwargs.get("attention_mask"), kwargs["position_ids"]
+        positions.append(places.clone())
+        lengths.append([int(n) for n in mask.bool().sum(1)] if mask is not None else [places.shape[1]])
+
+    def on_setup(model: Any, trainer: Any) -> None:
+        model.register_forward_pre_hook(record, with_kwargs=True)
+        before.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        seen["rows"] = [(list(row["input_ids"]), list(row["labels"])) for row in trainer.train_dataset]
+
+    model, trainer = train(values, on_setup)
+    probe = torch.tensor(PROBE_TOKENS)
+    logits = np.zeros(0)
+    # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
+    if not values.get("load_in_4bit"):
+        model.eval()
+        with torch.no_grad():
+            out = model(
+                input_ids=probe % model.config.vocab_size,
+                position_ids=torch.tensor(PROBE_POSITIONS),
+                attention_mask=torch.ones_like(probe),
+                use_cache=False,
+            )
+        logits = out.logits.float().numpy()
+    steps = [torch.diff(each, dim=1) for each in positions]
+    frequencies = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    return ExampleRun(
+        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        rows=seen["rows"],
+        lengths=lengths,
+        farthest=max(int(each.max()) for each in positions),
+        jumps=any(bool((each > 1).any()) for each in steps),
+        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])],
+        trainable=list(before),
+        quantized=any(type(m).__name__ == "Linear4bit" for m in model.modules()),
+        inverse_frequencies=frequencies[0].double().numpy(),
+        logits=logits,
+        arguments={name: getattr(trainer.args, name, None) for name in _ARGUMENTS},
+    )
