@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pose_plugin.chat import turn_tokens
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
-from pose_plugin.positions import Window, draw_windows, plain_window
+from pose_plugin.positions import BORDERED, TurnTokens, Window, draw_windows, plain_window, turn_borders
 
 Feature = Mapping[str, Any]
 Collate = Callable[..., Mapping[str, Any]]
@@ -29,6 +30,7 @@ DrawWindows = Callable[[Sequence[np.ndarray]], list[Window]]
 IGNORED_LABEL = -100
 _MOST_WORKERS = 256
 # Bookkeeping columns of the frameworks which are not model inputs and would not stack.
+_MASKS = ("assistant_masks", "completion_mask")
 _DROPPED = ("position_ids", "length", "seq_lengths")
 
 
@@ -56,8 +58,10 @@ class PositionCollator:
         self.packs: bool | None = None
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest.
-        self._counts = torch.zeros(_MOST_WORKERS, 4, dtype=torch.int64).share_memory_()
+        # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest,
+        # rows that show no borders, rows without one in their window.
+        self._counts = torch.zeros(_MOST_WORKERS, 6, dtype=torch.int64).share_memory_()
+        self._turns: tuple[TurnTokens | None] | None = None
 
     @property
     def epoch(self) -> int:
@@ -81,13 +85,19 @@ class PositionCollator:
         return other
 
     def trained(self) -> dict[str, int]:
-        """What was drawn so far in this process: documents, skipped (those with a jump), tokens, farthest position."""
+        """What was drawn so far in this process: documents, skipped (those with a jump), tokens, farthest position.
+
+        With a sampler that jumps at borders also anywhere (documents that show no borders, which were cut anywhere)
+        and uncut (documents with no border in their window, which stayed plain).
+        """
         counts = self._counts
+        bordered = {"anywhere": int(counts[:, 4].sum()), "uncut": int(counts[:, 5].sum())}
         return {
             "documents": int(counts[:, 0].sum()),
             "skipped": int(counts[:, 1].sum()),
             "tokens": int(counts[:, 2].sum()),
             "farthest": int(counts[:, 3].max()),
+            **(bordered if self.settings.sampler in BORDERED else {}),
         }
 
     def __call__(self, features: Sequence[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -103,44 +113,58 @@ class PositionCollator:
         Raises:
             PoSEError: a document longer than the target, 3-D positions, an inner collator that changes lengths.
         """
-        return self.assemble(features, self._draw, args, kwargs)
+        return self._assemble(features, self._draw, args, kwargs or {})
 
-    def assemble(
-        self, features: Sequence[Any], draw: DrawWindows, args: tuple = (), kwargs: dict | None = None
-    ) -> dict[str, Any]:
+    def assemble(self, features: Sequence[Any], draw: DrawWindows) -> dict[str, Any]:
         """`__call__` with the windows drawn by `draw`, for tests and the start-up self-test."""
+        return self._assemble(features, lambda documents: draw([_tokens(each) for each in documents]), (), {})
+
+    def _assemble(
+        self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: tuple, kwargs: dict
+    ) -> dict[str, Any]:
         packs, packed = _as_packs(features)
         for pack in packs:
             for feature in pack:
                 _require_one_document(feature)
         packs = [[_unpadded(feature) for feature in pack] for pack in packs]
-        documents = [_tokens(feature) for pack in packs for feature in pack]
-        windows = draw(documents)
+        windows = draw([feature for pack in packs for feature in pack])
         cut = iter([_cut(f, w) for f, w in zip((f for pack in packs for f in pack), windows, strict=True)])
         inner: list[Any] = [[next(cut) for _ in pack] for pack in packs]
         if not isinstance(features[0], list):
             inner = [_joined(pack) if packed else pack[0] for pack in inner]
-        batch = dict(self.collate(inner, *args, **(kwargs or {})))
+        batch = dict(self.collate(inner, *args, **kwargs))
         per_row = iter(windows)
         return self._finish(batch, [[next(per_row) for _ in pack] for pack in packs], packed)
 
-    def _draw(self, documents: Sequence[np.ndarray]) -> list[Window]:
+    def _draw(self, features: list[Feature]) -> list[Window]:
+        documents = [_tokens(feature) for feature in features]
         if not self.training:
             return [plain_window(len(tokens)) for tokens in documents]
-        windows = [_from_zero(window) for window in draw_windows(documents, self.settings, self.epoch)]
-        self._count(windows)
+        borders = self.borders(features) if self.settings.sampler in BORDERED else None
+        windows = [_from_zero(window) for window in draw_windows(documents, self.settings, self.epoch, borders)]
+        self._count(windows, borders)
         return windows
 
-    def _count(self, windows: list[Window]) -> None:
+    def borders(self, features: Sequence[Feature]) -> list[np.ndarray | None]:
+        """Where each document may have a jump, for the samplers that ask; see `turn_borders`."""
+        if self._turns is None:
+            self._turns = (turn_tokens(self.tokenizer),)
+        return [turn_borders(_tokens(feature), _supervised(feature), *self._turns) for feature in features]
+
+    def _count(self, windows: list[Window], borders: list[np.ndarray | None] | None = None) -> None:
         info = torch.utils.data.get_worker_info()
         line = self._counts[(info.id + 1) % _MOST_WORKERS if info is not None else 0]
-        for window in windows:
+        for i, window in enumerate(windows):
             size = len(window.position_ids)
             last = int(window.position_ids[-1])
             line[0] += 1
             line[1] += int(last > size - 1)
             line[2] += size
             line[3] = max(int(line[3]), last)
+            if borders is not None:
+                offered = borders[i]
+                line[4] += int(offered is None)
+                line[5] += int(offered is not None and not (offered < size).any())
 
     def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packed: bool) -> dict[str, Any]:
         input_ids = batch["input_ids"]
@@ -318,6 +342,16 @@ def _require_one_document(feature: Feature) -> None:
 
 def _per_token(value: Any, size: int) -> bool:
     return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
+
+
+def _supervised(feature: Feature) -> np.ndarray | None:
+    """Which tokens are in the loss, shape (n,); None where the row does not say."""
+    size = len(feature["input_ids"])
+    if _per_token(feature.get("labels"), size):
+        return np.asarray(feature["labels"]) != IGNORED_LABEL
+    # TRL's masks, where its own collator has not turned them into labels yet.
+    masks = [feature[name] for name in _MASKS if _per_token(feature.get(name), size)]
+    return np.logical_and.reduce([np.asarray(mask) != 0 for mask in masks]) if masks else None
 
 
 def _tokens(feature: Feature) -> np.ndarray:

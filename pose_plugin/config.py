@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, f
 from pose_plugin.errors import PoSEError
 
 RopeType = Literal["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"]
-SamplerName = Literal["pose", "clamped", "randpos", "none"]
+SamplerName = Literal["pose", "clamped", "randpos", "turns", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 Measure = Literal["passkey", "perplexity", "needle", "topics", "gap"]
 
@@ -115,7 +115,7 @@ class PoSESettings(_Strict):
     )
     rope: RopeSettings = Field(RopeSettings(), description="how the frequencies are stretched")
     sampler: SamplerName = Field("pose", description="where the chunks of a window are put")
-    chunks: PositiveInt = Field(2, description="N, the chunks of a window (sampler pose)")
+    chunks: PositiveInt = Field(2, description="N, the chunks of a window (samplers pose, clamped, turns)")
     variant: Literal["paper", "reference"] = Field(
         "paper", description="reference: the first chunk is at most half of the window, as in the authors' code"
     )
@@ -156,6 +156,11 @@ class PoSESettings(_Strict):
                 f"train_length={self.train_length}; set target_length to the window you want, "
                 "or shorten train_length (Axolotl: sequence_len)"
             )
+        if self.sampler == "turns" and self.content != "contiguous":
+            raise ValueError(
+                f"content={self.content} takes pieces out of a document, and a chat without its beginning or middle is "
+                "another chat: sampler=turns reads chats whole. Remove content, or drop rows longer than train_length"
+            )
         if self.content in ("skip", "aligned") and (self.sampler in ("none", "randpos") or self.chunks == 1):
             raise ValueError(
                 f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
@@ -167,7 +172,8 @@ class PoSESettings(_Strict):
                 f"tokens, e.g. lengths: [{max(1, self.target_length // 4)}, {self.target_length}]"
             )
         for name in ("chunks", "variant"):
-            if self.sampler in ("none", "randpos") and name in self.model_fields_set:
+            without = ("none", "randpos") if name == "chunks" else ("none", "randpos", "turns")
+            if self.sampler in without and name in self.model_fields_set:
                 raise ValueError(
                     f"{name}={getattr(self, name)} has no effect with sampler={self.sampler}; remove it, or write "
                     "sampler: pose"

@@ -18,7 +18,7 @@ ROPE_KEYS = (
 )
 EVALUATE_KEYS = "every, at_start, at_end, tasks, lengths, texts, trials, max_windows, batch_size, seed"
 EVERY = "steps from one measurement to the next; default: none between"
-CHUNKS = "N, the chunks of a window (sampler pose)"
+CHUNKS = "N, the chunks of a window (samplers pose, clamped, turns)"
 DESCRIPTION = RopeSettings.model_fields["type"].description
 NAMES = "linear, ntk, base, yarn, yarn-revised, llama3, longrope, dynamic, auto, none"
 KIND = f" ({DESCRIPTION})" if DESCRIPTION else ""
@@ -92,8 +92,8 @@ REFUSED = [
     ),
     (
         {"sampler": "posse"},
-        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos' or 'none' (where the chunks of "
-        "a window are put)",
+        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos', 'turns' or 'none' (where the chunks "
+        "of a window are put)",
     ),
     (
         {"content": "skip"},

@@ -58,6 +58,11 @@ class PoSECollator(PositionCollator):
         super().__init__(collate, parse_settings(settings, where="PoSECollator"), padding_side=side)
         _Watch.add(self)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The inner collator's; TRL's own collators have none."""
+        return getattr(self.collate, "tokenizer", None) or getattr(self._own, "tokenizer", None)
+
 
 class _PadLabels:
     """Pads `input_ids`, masks and `labels`; rows without labels are taken whole, as in language modelling."""

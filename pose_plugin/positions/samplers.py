@@ -9,33 +9,38 @@ Which distances each trains (`coverage` measures it for any settings):
   than two chunks the skips still grow one after the other, so the first jumps tend to be the widest.
 - `clamped`: the farthest distances as often as the others, and a share of rows left plain.
 - `randpos`: all distances, but hardly any two neighbouring tokens at distance 1.
+- `turns`: as `pose`, with jumps between the turns of a chat only (at_borders.py).
 - `none`: 1…n−1 only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from pose_plugin.positions.at_borders import Borders, turns
+from pose_plugin.positions.chunks import SamplerOptions, chunk_lengths, growing_skips
 from pose_plugin.positions.draws import Draws, integers
 from pose_plugin.positions.layout import Layout
 
 
-class SamplerOptions(Protocol):
-    """The settings that samplers read (`PoSESettings` has them)."""
+class Sampler(Protocol):
+    """Layout of a batch of rows; `borders` is read by the samplers of `BORDERED` alone."""
 
-    @property
-    def chunks(self) -> int: ...
-    @property
-    def variant(self) -> str: ...
+    def __call__(
+        self,
+        windows: np.ndarray,
+        targets: np.ndarray,
+        draws: Draws,
+        options: SamplerOptions,
+        borders: Borders | None = None,
+    ) -> Layout: ...
 
 
-Sampler = Callable[[np.ndarray, np.ndarray, Draws, SamplerOptions], Layout]
-
-
-def pose(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions) -> Layout:
+def pose(
+    windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions, borders: Borders | None = None
+) -> Layout:
     """PoSE (arXiv 2309.10400, section 3.2): chunk lengths at random, u_i ~ U{u_(i−1), …, L_t − n}.
 
     A row with fewer tokens than chunks is cut into as many chunks as it has tokens.
@@ -46,22 +51,20 @@ def pose(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: Sample
         draws: randomness for `rows` rows.
         options: `chunks` is N; `variant="reference"` keeps the first chunk within half of the window.
     """
-    lengths = _chunk_lengths(windows, draws, options)
-    uniform = draws.uniform(lengths.shape[1])
-    skips = np.zeros_like(lengths)
-    for i in range(1, lengths.shape[1]):
-        skips[:, i] = integers(uniform[:, i], skips[:, i - 1], targets - windows)
-    return Layout(lengths, skips)
+    lengths = chunk_lengths(windows, draws, options)
+    return growing_skips(lengths, windows, targets, draws, options.chunks)
 
 
-def clamped(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions) -> Layout:
+def clamped(
+    windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions, borders: Borders | None = None
+) -> Layout:
     """Skips drawn beyond both ends and clamped back: u = clamp(U{−n, …, L_t}, 0, L_t − n).
 
     About n/(L_t + n) of the rows stay plain and as many reach the very end of the target, which `pose`
     hardly ever trains. Source: the position sampling of LongEmbed (arXiv 2404.12096).
     """
-    lengths = _chunk_lengths(windows, draws, options)
-    uniform = draws.uniform(lengths.shape[1])
+    lengths = chunk_lengths(windows, draws, options)
+    uniform = draws.uniform(options.chunks)[:, : lengths.shape[1]]
     free = (targets - windows)[:, None]
     wide = integers(uniform, -windows[:, None], targets[:, None])
     skips = np.sort(np.clip(wide, 0, free), axis=1)
@@ -71,7 +74,9 @@ def clamped(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: Sam
     return Layout(lengths, skips)
 
 
-def randpos(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions) -> Layout:
+def randpos(
+    windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions, borders: Borders | None = None
+) -> Layout:
     """RandPos (arXiv 2305.16843), the paper's baseline: n sorted distinct positions out of L_t."""
     width = int(windows.max(initial=0))
     lengths = (np.arange(width)[None, :] < windows[:, None]).astype(np.int64)
@@ -82,29 +87,13 @@ def randpos(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: Sam
     return Layout(lengths, skips)
 
 
-def none(windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions) -> Layout:
+def none(
+    windows: np.ndarray, targets: np.ndarray, draws: Draws, options: SamplerOptions, borders: Borders | None = None
+) -> Layout:
     """Plain positions 0…n−1, for full-length training and RoPE-only runs."""
     return Layout(windows[:, None].astype(np.int64), np.zeros((len(windows), 1), dtype=np.int64))
 
 
-SAMPLERS: dict[str, Sampler] = {"pose": pose, "clamped": clamped, "randpos": randpos, "none": none}
-
-
-def _chunk_lengths(windows: np.ndarray, draws: Draws, options: SamplerOptions) -> np.ndarray:
-    """l_i with Σ l_i = n, each at least 1, drawn one after the other as in Figure 6 of the PoSE paper."""
-    windows = windows.astype(np.int64)
-    count = np.minimum(options.chunks, windows)
-    columns = max(int(count.max(initial=1)), 1)
-    uniform = draws.uniform(columns)
-    lengths = np.zeros((len(windows), columns), dtype=np.int64)
-    rest = windows.copy()
-    for i in range(columns):
-        behind = count - 1 - i
-        # Every chunk behind this one needs a token.
-        most = np.maximum(rest - behind, 1)
-        if i == 0 and options.variant == "reference":
-            most = np.minimum(most, (windows + 1) // 2)
-        drawn = integers(uniform[:, i], np.ones_like(most), most)
-        lengths[:, i] = np.where(behind > 0, drawn, np.where(behind == 0, rest, 0))
-        rest = rest - lengths[:, i]
-    return lengths
+SAMPLERS: dict[str, Sampler] = {"pose": pose, "clamped": clamped, "randpos": randpos, "turns": turns, "none": none}
+# Their jumps stand where the text allows it.
+BORDERED = ("turns",)

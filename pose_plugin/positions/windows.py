@@ -9,6 +9,7 @@ import numpy as np
 
 from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
+from pose_plugin.positions.at_borders import Borders
 from pose_plugin.positions.draws import Draws, document_generator, integers
 from pose_plugin.positions.layout import Layout, shifted_indices
 from pose_plugin.positions.samplers import SAMPLERS
@@ -29,13 +30,19 @@ class Window:
     seams: np.ndarray
 
 
-def draw_windows(documents: Sequence[Sequence[int] | np.ndarray], settings: PoSESettings, epoch: int) -> list[Window]:
+def draw_windows(
+    documents: Sequence[Sequence[int] | np.ndarray],
+    settings: PoSESettings,
+    epoch: int,
+    borders: Borders | None = None,
+) -> list[Window]:
     """Draws a window of every document (arXiv 2309.10400, section 3.2).
 
     Args:
         documents: token ids, each of its own length L_x ≥ 1.
         settings: sampler, content mode, lengths, seed.
         epoch: 0, 1, …
+        borders: where the samplers of `BORDERED` may put a jump, one a document, as indices of its tokens.
 
     Raises:
         PoSEError: a document has more tokens than `target_length` and no `train_length` says how many to take.
@@ -52,7 +59,7 @@ def draw_windows(documents: Sequence[Sequence[int] | np.ndarray], settings: PoSE
             f"a training sample has {longest} tokens, more than target_length={settings.target_length}. "
             "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
         )
-    layout, shifts = _layout(sizes, windows, draws, settings)
+    layout, shifts = _layout(sizes, windows, draws, settings, borders)
     result = []
     for row in range(layout.rows):
         starts = layout.starts[row]
@@ -69,14 +76,16 @@ def plain_window(size: int) -> Window:
     return Window(indices, indices, np.zeros(0, dtype=np.int64))
 
 
-def _layout(sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PoSESettings) -> tuple[Layout, np.ndarray]:
+def _layout(
+    sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PoSESettings, borders: Borders | None = None
+) -> tuple[Layout, np.ndarray]:
     """Chunks with their skips u_i, and beside them the content shifts v_i, shape (rows, chunks)."""
     keep_plain = draws.uniform(1)[:, 0] < settings.unskipped_ratio
     targets = np.full_like(windows, settings.target_length + settings.target_margin)
     if settings.content == "aligned":
         # v_i = u_i: a chunk is put where its text really stands, which can be no farther than the text goes.
         targets = np.minimum(targets, sizes)
-    layout = SAMPLERS[settings.sampler](windows, targets, draws, settings)
+    layout = SAMPLERS[settings.sampler](windows, targets, draws, settings, borders)
     skips = np.where(keep_plain[:, None], 0, layout.skips)
     layout = Layout(layout.lengths, skips)
     if settings.content == "contiguous":
