@@ -48,12 +48,21 @@ def export(parser: argparse.ArgumentParser) -> Run:
     return command.add_export(parser)
 
 
+def synthesize(parser: argparse.ArgumentParser) -> Run:
+    """make long-document question answering data from your own documents, with any OpenAI-compatible server"""
+    from pose_plugin.synthesize import command
+
+    command.add_arguments(parser)
+    return command.run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "card": card,
     "check": check,
     "coverage": coverage,
     "evaluate": evaluate,
     "export": export,
+    "synthesize": synthesize,
 }
 
 

@@ -1,0 +1,1 @@
+"""Long-document question answering data from documents of one's own, through any OpenAI-compatible endpoint."""

@@ -1,0 +1,187 @@
+"""One request to an OpenAI-compatible server: what it can take is learnt from its refusals, faults are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from pose_plugin.errors import PoSEError
+from pose_plugin.synthesize.pace import retry_after
+
+
+class FaultError(Exception):
+    """No answer this time; the same request may succeed later.
+
+    Attributes:
+        wait: seconds that the server asks to wait, None if it does not say.
+    """
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class RefusedError(Exception):
+    """The server will never take this request; others may pass."""
+
+
+class StopError(Exception):
+    """No request can succeed now: the key, the model or the money is missing."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server said; tokens are None where it does not count."""
+
+    content: str
+    finish: str
+    input_tokens: int | None
+    output_tokens: int | None
+    model: str
+
+
+class Endpoint:
+    """A server.
+
+    Args:
+        key: of the server; it stands in no file and no message.
+        answer_format: "auto" begins with JSON schemas and takes what the server can; the others insist.
+    """
+
+    def __init__(self, base_url: str | None, key: str, timeout: float, answer_format: str = "auto") -> None:
+        openai = _openai()
+        self._key = key
+        self._timeout = timeout
+        # Repeats are ours: they are counted, share one pause, and know what has been paid.
+        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=0)
+        self.answer_format = "schema" if answer_format == "auto" else answer_format
+        self._may_change_format = answer_format == "auto"
+        self._length_name = "max_tokens"
+        self._sends_temperature = True
+        self._answered = False
+
+    def described(self) -> dict[str, Any]:
+        """What the server was found to take, for the manifest."""
+        return {
+            "base_url": _without_password(str(self._client.base_url)),
+            "answer_format": self.answer_format,
+            "length_parameter": self._length_name,
+            "temperature_sent": self._sends_temperature,
+        }
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ask(
+        self, model: str, text: str, form: type[BaseModel], answer_tokens: int, temperature: float, seed: int
+    ) -> Reply:
+        """Sends one request, once; again only where the server refuses a parameter that can be left out.
+
+        Raises:
+            FaultError, RefusedError, StopError: see there.
+        """
+        while True:
+            used = (self.answer_format, self._length_name, self._sends_temperature)
+            values: dict[str, Any] = {self._length_name: answer_tokens}
+            if self._sends_temperature:
+                values["temperature"] = temperature
+            if self.answer_format != "text":
+                values["response_format"] = _response_format(self.answer_format, form)
+            try:
+                messages: Any = [{"role": "user", "content": text}]
+                sent = self._client.chat.completions.create(model=model, messages=messages, seed=seed, **values)
+                # The client's own limit is on silence: a server that drips would hold us for ever.
+                reply = await asyncio.wait_for(sent, self._timeout)
+            except Exception as error:
+                if not self._learn(error, used):
+                    raise self._translated(error) from None
+            else:
+                self._answered = True
+                return _reply(reply)
+
+    def _learn(self, error: Exception, used: tuple[str, str, bool]) -> bool:
+        """Whether the request may be sent again without what the server refused."""
+        if getattr(error, "status_code", None) not in (400, 422, 500, 501):
+            return False
+        if used != (self.answer_format, self._length_name, self._sends_temperature):
+            return True  # another request has learnt it in the meantime
+        said = str(getattr(error, "message", error)).lower()
+        if "max_completion_tokens" in said and self._length_name == "max_tokens":
+            self._length_name = "max_completion_tokens"
+        elif "temperature" in said and self._sends_temperature:
+            self._sends_temperature = False
+        elif any(word in said for word in ("response_format", "json_schema", "json_object", "grammar", "schema")):
+            if not self._may_change_format or self.answer_format == "text":
+                return False
+            self.answer_format = "object" if self.answer_format == "schema" else "text"
+        else:
+            return False
+        return True
+
+    def _translated(self, error: Exception) -> Exception:
+        openai = _openai()
+        if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
+            return FaultError(f"no answer within {self._timeout:g} s (--timeout)")
+        if isinstance(error, openai.APIStatusError):
+            return self._of_status(error)
+        # Cut connections, and bodies that are no JSON, arrive as various types.
+        if isinstance(error, (openai.APIError, ValueError, OSError)):
+            cause = error.__cause__ or error
+            return FaultError(self._clean(f"{type(cause).__name__}: {cause}"))
+        return error
+
+    def _of_status(self, error: Any) -> Exception:
+        status, said = error.status_code, self._clean(f"{error.status_code}: {error.message}")
+        code = str(getattr(error, "code", None) or "")
+        if status == 402 or "insufficient_quota" in (code, str(getattr(error, "type", ""))):
+            return StopError(f"the server wants money first ({said})")
+        if status in (408, 409, 425, 429) or status >= 500:
+            return FaultError(said, retry_after(error.response.headers))
+        if status in (401, 403, 404) and not self._answered:
+            ways = {401: "check the key", 403: "check the key", 404: "check --model and --base-url"}
+            return StopError(f"the server refuses every request ({said}); {ways[status]}")
+        return RefusedError(said)
+
+    def _clean(self, text: str) -> str:
+        """Some servers repeat the key that they refuse."""
+        text = " ".join(text.split()).replace(self._key, "[key]") if len(self._key) > 3 else " ".join(text.split())
+        return text if len(text) <= 300 else text[:300] + "…"
+
+
+def _response_format(kind: str, form: type[BaseModel]) -> dict[str, Any]:
+    if kind == "object":
+        return {"type": "json_object"}
+    schema = {"name": form.__name__.lower(), "strict": True, "schema": form.model_json_schema()}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _reply(reply: Any) -> Reply:
+    if not hasattr(reply, "choices"):
+        raise FaultError(f"the answer is no chat completion but {str(reply)[:80]!r}; does --base-url end in /v1?")
+    usage = reply.usage
+    choice = reply.choices[0] if reply.choices else None
+    message = choice.message if choice is not None else None
+    return Reply(
+        content=(message.content if message is not None else None) or "",
+        finish="no choices" if choice is None else str(choice.finish_reason),
+        input_tokens=usage.prompt_tokens if usage else None,
+        output_tokens=usage.completion_tokens if usage else None,
+        model=str(reply.model or ""),
+    )
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return scheme + separator + host.rpartition("@")[2] + slash + path.partition("?")[0]
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ImportError:
+        raise PoSEError('synthesize needs the openai client: pip install "pose-plugin[synthesize]"') from None
+    return openai

@@ -1,0 +1,121 @@
+"""What the tasks share."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from pose_plugin.synthesize.answers import Question, Questions, UnusableError, parse
+from pose_plugin.synthesize.asking import Asker, GivenUpError, Request
+from pose_plugin.synthesize.rows import Turn
+from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.texts import Document, pieces, spread
+
+# A prompt's own words, in tokens of any tokenizer that has seen English.
+PROMPT_TOKENS = 350
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row to be made.
+
+    Attributes:
+        id: of task and documents; the same in every run.
+        text: gives what the first user turn carries.
+    """
+
+    id: str
+    task: str
+    documents: tuple[Document, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(document.tokens for document in self.documents)
+
+
+@dataclass
+class Made:
+    """What came of an item: turns for the row, what was left out of them and why."""
+
+    turns: list[Turn] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    given_up: list[str] = field(default_factory=list)
+
+
+def item_of(task: str, documents: list[Document]) -> Item:
+    name = "\0".join([task, *(document.sha256 for document in documents)])
+    return Item(hashlib.sha256(name.encode("ascii")).hexdigest()[:16], task, tuple(documents))
+
+
+def excerpts(document: Document, text: str, settings: Settings) -> list[str]:
+    """The whole text if it fits into one request, else pieces of it that do, evenly spread."""
+    if document.tokens <= settings.request_tokens:
+        return [text]
+    parts = pieces(text, document.tokens, min(settings.chunk_tokens, settings.request_tokens))
+    return spread(parts, max(1, settings.request_tokens // settings.chunk_tokens))
+
+
+def tokens_of(document: Document, texts: list[str]) -> int:
+    """Tokens of passages, by the document's own characters a token, with the prompt around them."""
+    return round(sum(map(len, texts)) * document.tokens / max(1, document.characters)) + PROMPT_TOKENS
+
+
+def questions_from(
+    content: str, count: int, fits: Callable[[list[str]], bool], settings: Settings
+) -> tuple[list[Turn], Counter[str]]:
+    """Reads an answer of questions and keeps what can be relied on.
+
+    Args:
+        fits: whether a question's quotes show what the task asks for.
+
+    Raises:
+        UnusableError: none is left.
+    """
+    turns: list[Turn] = []
+    dropped: Counter[str] = Counter()
+    seen: set[str] = set()
+    for question in parse(content, Questions).questions:
+        problem = _problem(question, fits, settings, seen)
+        if problem:
+            dropped[problem] += 1
+        elif len(turns) < count:
+            turns.append(Turn(question.question, question.answer))
+    if not turns:
+        why = f"all {sum(dropped.values())} questions were dropped: {', '.join(dropped)}" if dropped else "no question"
+        raise UnusableError(why)
+    return turns, dropped
+
+
+def _problem(question: Question, fits: Callable[[list[str]], bool], settings: Settings, seen: set[str]) -> str | None:
+    plain = " ".join(question.question.casefold().split())
+    if plain in seen:
+        return "asked twice"
+    seen.add(plain)
+    return (
+        "quotes are not where they should be in the text"
+        if settings.check_quotes and not fits(question.quotes)
+        else None
+    )
+
+
+async def ask_all(ask: Asker, requests: list[Request[Any]], made: Made) -> list[Any]:
+    """Asks at once. Returns a value for each request, None where it was given up, which is noted."""
+
+    async def one(request: Request[Any]) -> Any:
+        try:
+            return await ask(request)
+        except GivenUpError as error:
+            made.given_up.append(f"{request.part}: {error}")
+            return None
+
+    waiting: list[Coroutine[Any, Any, Any]] = [one(request) for request in requests]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    # Answers that were on their way are in the journal by now.
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

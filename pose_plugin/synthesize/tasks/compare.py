@@ -1,0 +1,36 @@
+"""Multi-detail questions over several short documents on one subject: what they share and where they differ."""
+
+from __future__ import annotations
+
+from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.answers import Finder, Questions
+from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.rows import Turn
+from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_from
+
+
+def forecast(lengths: list[int], settings: Settings) -> list[int]:
+    """Input tokens of each request, at most."""
+    return [sum(lengths) + PROMPT_TOKENS]
+
+
+async def make(item: Item, settings: Settings, ask: Asker) -> Made:
+    """Raises StopError."""
+    texts = [document.text for document in item.documents]
+    finder, made = Finder(texts), Made()
+
+    def accept(content: str) -> list[Turn]:
+        turns, dropped = questions_from(content, settings.questions, finder.several, settings)
+        made.dropped += dropped
+        return turns
+
+    text = prompts.prompt(
+        texts,
+        prompts.COMPARE.format(count=settings.questions),
+        prompts.QUOTES.format(where="the documents", least="from at least two documents"),
+        form=prompts.QUESTIONS_FORM,
+    )
+    request = Request(item.id, "group", text, Questions, item.tokens + PROMPT_TOKENS, accept)
+    made.turns = (await ask_all(ask, [request], made))[0] or []
+    return made

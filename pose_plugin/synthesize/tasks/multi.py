@@ -1,0 +1,45 @@
+"""Multi-detail questions over one document: each needs several places that are far apart."""
+
+from __future__ import annotations
+
+from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.answers import Finder, Questions
+from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.rows import Turn
+from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.tasks.common import (
+    PROMPT_TOKENS,
+    Item,
+    Made,
+    ask_all,
+    excerpts,
+    questions_from,
+    tokens_of,
+)
+
+
+def forecast(lengths: list[int], settings: Settings) -> list[int]:
+    """Input tokens of each request, at most."""
+    return [min(settings.request_tokens, lengths[0]) + PROMPT_TOKENS]
+
+
+async def make(item: Item, settings: Settings, ask: Asker) -> Made:
+    """Raises StopError."""
+    (document,) = item.documents
+    shown = excerpts(document, document.text, settings)
+    finder, made = Finder([document.text]), Made()
+
+    def accept(content: str) -> list[Turn]:
+        turns, dropped = questions_from(content, settings.questions, finder.apart, settings)
+        made.dropped += dropped
+        return turns
+
+    text = prompts.prompt(
+        shown,
+        prompts.MULTI.format(count=settings.questions),
+        prompts.QUOTES.format(where="the document", least="at least two, from different places"),
+        form=prompts.QUESTIONS_FORM,
+    )
+    request = Request(item.id, "document", text, Questions, tokens_of(document, shown), accept)
+    made.turns = (await ask_all(ask, [request], made))[0] or []
+    return made

@@ -1,0 +1,74 @@
+"""Single-detail questions: each is about one piece of a long document, and the reader has to find it.
+
+The writer sees pieces of `chunk_tokens` only, one of each fifth of the document, so that it costs a fraction of the
+document's length and every depth is asked about. (The data of arXiv 2404.19553 asks about one piece a document.)
+"""
+
+from __future__ import annotations
+
+import random
+
+from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.answers import Finder, Questions
+from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.rows import Turn
+from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.tasks.common import (
+    PROMPT_TOKENS,
+    Item,
+    Made,
+    ask_all,
+    questions_from,
+    tokens_of,
+)
+from pose_plugin.synthesize.texts import pieces
+
+PIECES = 5
+
+
+def forecast(lengths: list[int], settings: Settings) -> list[int]:
+    """Input tokens of each request, at most."""
+    count = min(PIECES, settings.questions, -(-lengths[0] // settings.chunk_tokens))
+    return [min(settings.chunk_tokens, lengths[0]) + PROMPT_TOKENS] * count
+
+
+async def make(item: Item, settings: Settings, ask: Asker) -> Made:
+    """Raises StopError."""
+    (document,) = item.documents
+    draw = random.Random(f"{settings.seed} {item.id}")
+    parts = pieces(document.text, document.tokens, settings.chunk_tokens)
+    chosen = _one_of_each_stretch(parts, min(PIECES, settings.questions), draw)
+    made, requests = Made(), []
+    for number, part in enumerate(chosen):
+        # The remainder of the questions goes to the first pieces.
+        count = settings.questions // len(chosen) + (number < settings.questions % len(chosen))
+        requests.append(_request(item, number, part, count, settings, made))
+    turns = [turn for found in await ask_all(ask, requests, made) if found for turn in found]
+    # In the order of the text, where the last answer was would tell where to look for the next.
+    draw.shuffle(turns)
+    made.turns = turns
+    return made
+
+
+def _one_of_each_stretch(parts: list[str], count: int, draw: random.Random) -> list[str]:
+    count = min(count, len(parts))
+    borders = [round(i * len(parts) / count) for i in range(count + 1)]
+    return [parts[draw.randrange(borders[i], borders[i + 1])] for i in range(count)]
+
+
+def _request(item: Item, number: int, part: str, count: int, settings: Settings, made: Made) -> Request[list[Turn]]:
+    finder = Finder([part])
+
+    def accept(content: str) -> list[Turn]:
+        turns, dropped = questions_from(content, count, lambda quotes: bool(finder.places(quotes)), settings)
+        made.dropped += dropped
+        return turns
+
+    text = prompts.prompt(
+        [part],
+        prompts.SINGLE.format(count=count),
+        prompts.QUOTES.format(where="the passage", least="at least one"),
+        form=prompts.QUESTIONS_FORM,
+    )
+    tokens = tokens_of(item.documents[0], [part])
+    return Request(item.id, f"piece {number + 1}", text, Questions, tokens, accept)

@@ -1,0 +1,54 @@
+"""A tokenizer of single bytes with chat markers, and documents."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SUBJECTS = ("whale", "ship", "harbour", "storm", "captain", "sail", "anchor", "island", "lantern", "compass")
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte: a document's length in tokens is its length in bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=100000
+    )
+    found.chat_template = CHATML
+    return found
+
+
+def story(seed: int, length: int) -> str:
+    """Paragraphs with numbers in them, so that no sentence occurs twice."""
+    draw = random.Random(seed)
+    parts, size = [], 0
+    while size < length:
+        sentence = (
+            f"On day {draw.randrange(10**6)} the {draw.choice(SUBJECTS)} of Ahab met the {draw.choice(SUBJECTS)} "
+            f"number {draw.randrange(10**6)}, and Ishmael wrote it down.{draw.choice((' ', chr(10) * 2))}"
+        )
+        parts.append(sentence)
+        size += len(sentence)
+    return "".join(parts)[:length].strip()
+
+
+def make_books(folder: Path, count: int = 4, length: int = 3000) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"book{number}.txt").write_text(story(number, length), encoding="utf-8")
+    return folder
