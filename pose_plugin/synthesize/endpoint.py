@@ -134,7 +134,9 @@ class Endpoint:
         return error
 
     def _of_status(self, error: Any) -> Exception:
-        status, said = error.status_code, self._clean(f"{error.status_code}: {error.message}")
+        # Clients of some versions put the status into the message, too.
+        body = error.body if isinstance(error.body, dict) else {}
+        status, said = error.status_code, self._clean(f"{error.status_code}: {body.get('message') or error.message}")
         code = str(getattr(error, "code", None) or "")
         if status == 402 or "insufficient_quota" in (code, str(getattr(error, "type", ""))):
             return StopError(f"the server wants money first ({said})")

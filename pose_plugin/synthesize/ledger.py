@@ -10,7 +10,7 @@ class Ledger:
     """Counts of one output folder, over all its runs.
 
     Prices are per million tokens. What a request will cost is not known before it is answered, as the server counts
-    with its own tokenizer: it is reserved at `margin` times our count of the input, and with the longest answer allowed.
+    with its own tokenizer: it is reserved at `margin` times our count of the input, with the longest answer allowed.
     """
 
     price_input: float | None = None

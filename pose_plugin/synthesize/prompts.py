@@ -1,4 +1,4 @@
-"""What the model that writes is told. Whoever changes a word raises VERSION; answers to old words are not used again."""
+"""What the writing model is told. Whoever changes a word raises VERSION; answers to old words are not used again."""
 
 from __future__ import annotations
 

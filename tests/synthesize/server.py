@@ -34,14 +34,23 @@ class Server:
 
     Attributes:
         faults: number of a request, from 0, in order of arrival → what goes wrong with it.
+        fault_for: the same by what is asked.
         write: makes the content of an answer; default: questions with quotes from the documents in the prompt.
-        hold_after: requests after that many answers get none until the connection closes.
+        pause: seconds before every answer.
+        peak: the most requests that were open at once.
+        hold_after: requests after that many get no answer, unless `release` is called.
     """
 
     faults: dict[int, Fault] = field(default_factory=dict)
     write: Callable[[str], str] | None = None
+    fault_for: Callable[[dict[str, Any]], Fault] = lambda body: ""
     hold_after: int | None = None
     log: list[Seen] = field(default_factory=list)
+    retry_after: str = "0.3"
+    pause: float = 0.0
+    peak: int = 0
+    _now: int = 0
+    _released: bool = False
 
     def __enter__(self) -> Server:
         self._lock = threading.Lock()
@@ -60,6 +69,11 @@ class Server:
         self._http.shutdown()
         self._http.server_close()
 
+    def release(self) -> None:
+        """Answers those that are held, too."""
+        self._released = True
+        self.hold_after = None
+
     def answered(self) -> list[str]:
         return [seen.key for seen in self.log if seen.answered]
 
@@ -72,25 +86,33 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server_state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        seen = Seen(key, body, dict(self.headers), time.monotonic())
+        seen = Seen(key, body, {name.lower(): value for name, value in self.headers.items()}, time.monotonic())
         with state._lock:
             number = state._count
             state._count += 1
             state.log.append(seen)
             held = state.hold_after is not None and state._answers >= state.hold_after
             state._answers += 1
-        seen.fault = state.faults.get(number, "")
-        while held and state._open:
+        seen.fault = state.faults.get(number, "") or state.fault_for(body)
+        while held and state._open and not state._released:
             time.sleep(0.02)
-        if held:
+        if held and not state._released:
             return
-        self._answer(seen, body)
+        with state._lock:
+            state._now += 1
+            state.peak = max(state.peak, state._now)
+        time.sleep(state.pause)
+        try:
+            self._answer(seen, body)
+        finally:
+            with state._lock:
+                state._now -= 1
 
     def _answer(self, seen: Seen, body: dict[str, Any]) -> None:
         fault = seen.fault
         if fault.startswith(("4", "5")):
             status, _, said = fault.partition(" ")
-            headers = {"Retry-After": "0.3"} if status == "429" else {}
+            headers = {"Retry-After": self.server_state.retry_after} if status == "429" else {}
             code, _, message = said.rpartition("|")
             error = {"error": {"message": message or "fault", "type": "t", "code": code or None}}
             return self._send(int(status), json.dumps(error), headers)

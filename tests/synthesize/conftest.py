@@ -1,0 +1,24 @@
+"""The place that runs begin from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.synthesize.runs import make_place
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("synthesize"))
+
+
+@pytest.fixture(scope="session")
+def one_book(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("one"), books=1)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    """No test depends on, or sends, a key of whoever runs it."""
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,196 @@
+"""A server that fails in every way that servers do; nothing is lost, nothing is paid twice, and every end is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from pose_plugin.cli import main
+from tests.synthesize.runs import arguments, lines, manifest
+from tests.synthesize.server import Server
+
+# fault of the second request → what the manifest counts it as: (faults, unusable)
+PASSING = {
+    "429 |slow down": ({"429: slow down": 1}, {}),
+    "500 |oops": ({"500: oops": 1}, {}),
+    "503 |busy": ({"503: busy": 1}, {}),
+    "cut": ({"RemoteProtocolError: peer closed connection without sendin": 1}, {}),
+    "broken body": ({"JSONDecodeError: Unterminated string starting at: line 1 col": 1}, {}),
+    "html": ({"the answer is no chat completion but '<html>gateway</html>'; does --base-url": 1}, {}),
+    "slow": ({"no answer within 1 s": 1}, {}),
+    "not json": ({}, {"its JSON is broken or cut off": 1}),
+    "wrong schema": ({}, {"questions.0.question: Field required": 1}),
+    "empty choices": ({}, {"it holds no JSON object": 1}),
+    "no usage": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_one_fault_costs_nothing_but_time(one_book, tmp_path, fault):
+    with Server(faults={1: fault}) as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--timeout", "1")) == 0
+        (row,) = lines(tmp_path / "train.jsonl")
+        assert len(row["messages"]) == 20
+        found = manifest(tmp_path)["requests"]
+        faults, unusable = PASSING[fault]
+        assert (sum(found["faults"].values()), sum(found["unusable"].values())) == (
+            sum(faults.values()),
+            sum(unusable.values()),
+        )
+        for counted, expected in ((found["faults"], faults), (found["unusable"], unusable)):
+            for name, like in zip(counted, expected, strict=True):
+                assert name[:20] == like[:20]
+        assert len(server.log) == 5 + (0 if fault == "no usage" else 1)
+        # What was answered and usable was asked for once.
+        assert len(set(server.answered())) == len(server.answered())
+
+
+def test_too_many_requests_pause_everyone(place, tmp_path):
+    with Server(faults={2: "429 |slow down"}, retry_after="0.5") as server:
+        assert main(arguments(place, tmp_path, server.url, "--concurrency", "2")) == 0
+        refused = next(i for i, seen in enumerate(server.log) if seen.fault)
+        # One more may have been on its way.
+        later = [seen.time - server.log[refused].time for seen in server.log[refused + 2 :]]
+        assert later and min(later) >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ({0: "400 |response_format json_schema is not supported"}, {"answer_format": "object"}),
+        (
+            {0: "400 |json_schema unknown", 1: "400 |response_format json_object is unknown"},
+            {"answer_format": "text"},
+        ),
+        ({0: "400 |use max_completion_tokens instead"}, {"length_parameter": "max_completion_tokens"}),
+        ({0: "400 |temperature does not support 0.7"}, {"temperature_sent": False}),
+    ],
+)
+def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expected):
+    with Server(faults=faults) as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--concurrency", "1")) == 0
+        assert len(server.log) == 5 + len(faults)
+        last = server.log[-1].body
+    found = manifest(tmp_path)
+    assert expected.items() <= found["server"].items()
+    assert found["requests"]["faults"] == {}
+    formats = {"schema": "json_schema", "object": "json_object", "text": None}
+    assert last.get("response_format", {}).get("type") == formats[found["server"]["answer_format"]]
+    assert found["server"]["length_parameter"] in last
+    assert ("temperature" in last) is found["server"]["temperature_sent"]
+
+
+def test_an_insisted_format_is_not_given_up(one_book, tmp_path, capsys):
+    with Server(fault_for=lambda body: "400 |response_format json_schema is not supported") as server:
+        code = main(arguments(one_book, tmp_path, server.url, "--answer-format", "schema"))
+    assert code == 1
+    assert manifest(tmp_path)["given_up_count"] == 5
+    assert "400: response_format json_schema is not supported" in manifest(tmp_path)["given_up"][0]
+
+
+def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, tmp_path, capsys):
+    victim = (place / "books" / "book0.txt").read_text()[:200]
+
+    def fault(body):
+        return "500 |oops" if victim in body["messages"][0]["content"] else ""
+
+    def whole_book_asked(extra=()):
+        return main(arguments(place, tmp_path, server.url, "--tasks", "multi", "--retries", "2", *extra))
+
+    with Server(fault_for=fault) as server:
+        assert whole_book_asked() == 1
+        out = capsys.readouterr()
+        assert "left out: " in out.err and "book0.txt, multi, document: no answer in 3 tries (--retries)" in out.err
+        assert "given up: 1 requests; the same command asks again" in out.out
+        assert len(lines(tmp_path / "train.jsonl")) == 3
+        assert manifest(tmp_path)["state"] == "finished"
+        # The server is well again: only the one that is missing is asked for.
+        server.fault_for = lambda body: ""
+        before = len(server.log)
+        assert whole_book_asked() == 0
+        assert len(server.log) == before + 1
+    assert len(lines(tmp_path / "train.jsonl")) == 4
+
+
+def test_unusable_answers_are_paid_and_not_paid_again(one_book, tmp_path, capsys):
+    with Server(write=lambda prompt: "I would rather not.") as server:
+        line = arguments(one_book, tmp_path, server.url, "--tasks", "multi")
+        assert main(line) == 1
+        assert "no usable answer in 3 tries (--tries), last: it holds no JSON object" in capsys.readouterr().err
+        assert main(line) == 1
+        assert len(server.log) == 3
+        # Each asks anew: the reason is added, and another seed drawn.
+        texts = [seen.body["messages"][0]["content"] for seen in server.log]
+        assert "An earlier answer could not be used: it holds no JSON object" in texts[1]
+        assert [seen.body["seed"] for seen in server.log] == [0, 1, 2]
+        found = manifest(tmp_path)
+        assert found["tokens"]["output"] == 150 and found["rows"]["count"] == 0
+        server.write = None
+        assert main([*line, "--tries", "4"]) == 0
+        assert len(server.log) == 4
+    assert manifest(tmp_path)["tokens"]["output"] == 200
+
+
+STOPS = {
+    "401 |Incorrect API key provided: sekret-key": ("the server refuses every request", "check the key"),
+    "404 |no such model": ("the server refuses every request (404: no such model)", "check --model and --base-url"),
+    "402 |pay": ("the server wants money first (402: pay)", ""),
+    "429 insufficient_quota|You exceeded your quota": ("the server wants money first (429:", ""),
+}
+
+
+@pytest.mark.parametrize("fault", STOPS)
+def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monkeypatch, fault):
+    monkeypatch.setenv("OPENAI_API_KEY", "sekret-key")
+    with Server(fault_for=lambda body: fault) as server:
+        line = arguments(one_book, tmp_path, server.url, "--concurrency", "1")
+        assert main(line) == 1
+        out = capsys.readouterr()
+        for part in STOPS[fault]:
+            assert part in out.err
+        assert "the same command goes on from here" in out.err
+        assert len(server.log) == 1
+        assert server.log[0].headers["authorization"] == "Bearer sekret-key"
+        server.fault_for = lambda body: ""
+        assert main(line) == 0
+    written = out.out + out.err + "".join(p.read_text() for p in tmp_path.iterdir())
+    assert "sekret-key" not in written and "OPENAI_API_KEY" in written
+
+
+def test_a_server_that_is_gone(place, tmp_path, capsys):
+    with Server() as server:
+        url = server.url
+    assert main(arguments(place, tmp_path, url, "--retries", "1")) == 1
+    err = capsys.readouterr().err
+    assert "stopped: 8 requests in a row got no answer, last: " in err and "see --base-url" in err
+    assert manifest(tmp_path)["requests"]["answers_in_journal"] == 0
+
+
+def test_a_very_long_wait_is_left_to_the_user(one_book, tmp_path, capsys):
+    with Server(faults={0: "429 |tomorrow"}, retry_after="86400") as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--concurrency", "1")) == 1
+    assert "the server asks to wait 86400 s (429: tomorrow); run the same command again then" in capsys.readouterr().err
+
+
+def test_concurrency_is_kept(place, tmp_path):
+    with Server(pause=0.03) as server:
+        assert main(arguments(place, tmp_path, server.url, "--concurrency", "3")) == 0
+        assert server.peak == 3
+
+
+def test_budget_is_never_exceeded(place, tmp_path, capsys):
+    prices = ("--price-input", "1000", "--price-output", "1000", "--answer-tokens", "100", "--concurrency", "2")
+    with Server() as server:
+        line = arguments(place, tmp_path, server.url, *prices)
+        assert main([*line, "--budget", "3"]) == 1
+        found = manifest(tmp_path)
+        assert 0 < found["cost"] <= 3
+        assert found["state"] == "stopped" and found["unfinished"] > 0
+        assert "stopped: the next request might exceed --budget 3" in capsys.readouterr().err
+        asked = len(server.log)
+        assert asked * 50 == found["tokens"]["output"]
+        # A larger one goes on, and counts what was spent before.
+        assert main([*line, "--budget", "100"]) == 0
+        assert len(server.log) == 20
+    found = manifest(tmp_path)
+    assert found["tokens"]["output"] == 20 * 50 and found["unfinished"] == 0
+    assert found["cost"] == pytest.approx((found["tokens"]["input"] + 1000) * 1e-3)

@@ -1,0 +1,164 @@
+"""The process is killed half-way; the same command goes on, and no answered request is sent again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from pose_plugin.cli import main
+from pose_plugin.synthesize.journal import Journal
+from tests.forked import forked
+from tests.synthesize.runs import arguments, lines, manifest
+from tests.synthesize.server import Server
+
+TASKS = ("--tasks", "single,multi,biography", "--concurrency", "3")
+
+
+def start(line: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pose_plugin.cli", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def wait_for(true, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 120
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.02)
+
+
+def count_lines(path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_half_way_and_resumed(place, tmp_path):
+    with Server(hold_after=6) as server:
+        line = arguments(place, tmp_path / "killed", server.url, *TASKS)
+        process = start(line)
+        # Six are answered and on disk, three more are open.
+        journal = tmp_path / "killed" / "journal.jsonl"
+        wait_for(lambda: count_lines(journal) == 6 and len(server.log) == 9, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert manifest(tmp_path / "killed")["state"] == "running"
+        assert not (tmp_path / "killed" / "train.jsonl").exists()
+        answered = set(server.answered())
+        assert len(answered) == 6
+        # As if the kill had come in the middle of a write.
+        with journal.open("ab") as file:
+            file.write(b'{"key": "torn')
+        server.hold_after = None
+        assert main(line) == 0
+        times = Counter(seen.key for seen in server.log)
+        assert all(times[key] == 1 for key in answered)
+        assert len(server.answered()) == len(set(server.answered()))
+        found = manifest(tmp_path / "killed")
+        assert found["requests"]["from_journal"] == 6
+        # The three that were open, and all that was left.
+        assert len(server.log) == 6 + 3 + found["requests"]["asked"]
+        # As if nothing had happened.
+        assert main(arguments(place, tmp_path / "whole", server.url, *TASKS)) == 0
+    assert lines(tmp_path / "killed" / "train.jsonl") == lines(tmp_path / "whole" / "train.jsonl")
+    whole = manifest(tmp_path / "whole")
+    for name in ("rows", "tokens", "questions", "left_out"):
+        assert found[name] == whole[name]
+
+
+def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
+    import pose_plugin.synthesize.run  # noqa: F401 - before the fork
+
+    with Server(hold_after=4) as server:
+        line = arguments(place, tmp_path, server.url, *TASKS)
+
+        def interrupt() -> None:
+            # By threads of the parent: the child would have none of them.
+            end = time.monotonic() + 60
+            while len(server.log) < 7 and time.monotonic() < end:
+                time.sleep(0.02)
+            child = int((tmp_path / "pid").read_text())
+            os.kill(child, signal.SIGINT)
+            time.sleep(0.3)
+            server.release()
+
+        def case() -> int:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            return main(line)
+
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        outcome = forked(case, timeout=60)
+        helper.join()
+    assert outcome.value == 1
+    assert "stopped: interrupted" in outcome.output
+    # The three that were open were answered and kept; none was begun after the interrupt.
+    assert count_lines(tmp_path / "journal.jsonl") == 7 == len(server.log)
+    found = manifest(tmp_path)
+    assert found["state"] == "stopped" and found["unfinished"] > 0
+    assert found["rows"]["count"] == len(lines(tmp_path / "train.jsonl"))
+
+
+def test_two_runs_in_one_folder(place, tmp_path, capsys):
+    pytest.importorskip("fcntl")
+    journal = Journal(tmp_path / "journal.jsonl")
+    with Server() as server:
+        assert main(arguments(place, tmp_path, server.url)) == 2
+        assert "is being written by another run" in capsys.readouterr().err
+        assert server.log == []
+    journal.close()
+
+
+def test_damaged_lines_are_asked_for_again(one_book, tmp_path, capsys):
+    with Server() as server:
+        line = arguments(one_book, tmp_path, server.url)
+        assert main(line) == 0
+        path = tmp_path / "journal.jsonl"
+        stored = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([stored[0], "\0\0\0\n", '{"key": 1}\n', *stored[2:]]))
+        assert main(line) == 0
+        assert len(server.log) == 6
+    assert "journal.jsonl: 2 damaged lines are ignored" in capsys.readouterr().err
+
+
+CHANGES = {
+    ("--seed", "1"): "--seed was 0, now 1",
+    ("--temperature", "0.1"): "--temperature was 0.7, now 0.1",
+    ("--questions", "4"): "--questions was 10, now 4",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_settings_would_be_paid_for_again(one_book, tmp_path, capsys, change):
+    with Server() as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi")) == 0
+        line = arguments(one_book, tmp_path, server.url, "--tasks", "multi", *change)
+        assert main(line) == 2
+        assert CHANGES[change] in capsys.readouterr().err
+        assert len(server.log) == 1
+        assert main([*line, "--accept-changes"]) == 0
+        assert len(server.log) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("--concurrency", "1"), ("--timeout", "9"), ("--budget", "1", "--price-input", "0", "--price-output", "0")],
+)
+def test_what_changes_no_request_may_change(one_book, tmp_path, change):
+    with Server() as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi")) == 0
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi", *change)) == 0
+        assert len(server.log) == 1
+
+
+def test_a_damaged_manifest(one_book, tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text(json.dumps({"settings": {}})[:-1])
+    assert main(arguments(one_book, tmp_path, "http://127.0.0.1:9/v1")) == 2
+    assert "manifest.json is damaged" in capsys.readouterr().err
