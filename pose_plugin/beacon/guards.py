@@ -59,9 +59,16 @@ def check_layers(model_config: Any) -> None:
     """All layers must attend to keys and values that can be condensed.
 
     Raises:
-        PoSEError: some layers keep another state (linear attention, convolutions).
+        PoSEError: some layers keep another state (linear attention, convolutions), or all make their keys from a
+            latent (DeepSeek's multi-head latent attention).
     """
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    if getattr(text, "kv_lora_rank", None):
+        raise PoSEError(
+            f"model: {text.model_type} has multi-head latent attention (kv_lora_rank={text.kv_lora_rank}): its keys "
+            "and values are made from a compressed row, and it has no k_proj and v_proj to copy, whatever "
+            "target_modules says. Beacon needs a decoder such as Llama, Mistral, Qwen2, Qwen3"
+        )
     known = ("full_attention", "sliding_attention", "chunked_attention")
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(known))
     if others:

@@ -57,6 +57,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         return peft_config  # the names are looked up in the model, below
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        guards.check_layers(model.config)
         names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         if peft_config.target_modules is None:
             for targets in (set(DEFAULT_TARGETS), {"qkv_proj", "o_proj"}):
@@ -70,7 +71,6 @@ class BeaconModel(Generation, Reading, BaseTuner):
                 )
         rotary = rope.find_rotary(model)
         guards.resolve_window(peft_config, model.config, rotary)
-        guards.check_layers(model.config)
         guards.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:

@@ -384,6 +384,36 @@ def test_hybrid_models_are_refused():
         get_peft_model(model, make_config())
 
 
+@pytest.mark.parametrize("targets", [None, ["q_b_proj", "kv_b_proj", "o_proj"], ["kv_a_proj_with_mqa", "kv_b_proj"]])
+def test_latent_attention_is_refused(targets):
+    """DeepSeek's keys and values are made from one compressed row: no choice of projections makes a beacon of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        n_routed_experts=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=4,
+        kv_lora_rank=4,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(PoSEError, match=r"deepseek_v3 has multi-head latent attention \(kv_lora_rank=4\)"):
+        get_peft_model(model, make_config(target_modules=targets))
+
+
 def test_models_without_rope():
     from transformers import GPT2Config, GPT2LMHeadModel
 
