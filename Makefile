@@ -5,7 +5,7 @@ demo:            ## extend a tiny model's window 16 times through Axolotl, show 
 	.ci/with any python example_configs/quickstart/run.py
 
 demo-trl:        ## the same model through TRL's SFTTrainer
-	.ci/with any python example_configs/trl_sft.py --evaluate
+	.ci/with any python example_configs/trl/sft.py --evaluate
 
 test: lint       ## every test in every environment: Axolotl 0.19, Axolotl 0.21, and TRL alone
 	.ci/test 3.11

@@ -123,7 +123,7 @@ def _problems(found: dict[str, Any], alone: list[float]) -> list[str]:
 
 
 def _trl(home: Path, out: Path, run: Run) -> list[str]:
-    script = [str(CONFIGS / "trl_sft.py"), "--data", str(home / "rows.jsonl"), "--output", str(out)]
+    script = [str(CONFIGS / "trl" / "sft.py"), "--data", str(home / "rows.jsonl"), "--output", str(out)]
     script += ["--steps", str(STEPS), "--batch-size", str(run.batch), "--target-length", str(TARGET)]
     script += ["--lora"] * (run.adapter == "lora")
     if run.strategy == "single":

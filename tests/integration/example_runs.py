@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import yaml
 
-from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, WORDS, train
+from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, train
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example_configs"
@@ -38,40 +38,63 @@ class Base:
     template: str = ""
 
 
-_HEADERS = ["<|start_header_id|>", "<|end_header_id|>"]
 _ROUND = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-
-
-def _config(kind: str, **values: Any) -> dict[str, Any]:
-    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-    return {"model_type": kind, "architectures": [names[kind]], "hidden_act": "silu", "dtype": "bfloat16", **values}
-
-
-_LLAMA3 = Base(
-    _config(
-        "llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        bos_token_id=128000,
-        eos_token_id=128009,
-    ),
-    {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|eot_id|>",
-        "additional_special_tokens": [*_HEADERS, "<|end_of_text|>"],
-    },
-    shrink=128,
+_CHATML = {
+    "eos_token": "<|im_end|>",
+    "additional_special_tokens": ["<|im_start|>", "<|endoftext|>", "<think>", "</think>"],
+}
+_HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"]
+_CHATML_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+
+def _config(kind: str, window: int, theta: float, heads: int, groups: int, **values: Any) -> dict[str, Any]:
+    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    config: dict[str, Any] = {"model_type": kind, "architectures": [names[kind]], "hidden_act": "silu"}
+    config |= {"max_position_embeddings": window, "rope_theta": theta, "dtype": "bfloat16"}
+    return config | {"num_attention_heads": heads, "num_key_value_heads": groups} | values
+
+
+def _size(vocabulary: int, width: int, inner: int, layers: int) -> dict[str, int]:
+    return {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+
+
 BASES: dict[str, Base] = {
-    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3,
+    "meta-llama/Meta-Llama-3-8B-Instruct": Base(
+        _config("llama", 8192, 500000.0, 32, 8, **_size(128256, 4096, 14336, 32)),
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "additional_special_tokens": _HEADERS},
+        shrink=128,
+    ),
+    "meta-llama/Llama-2-7b-hf": Base(
+        _config("llama", 4096, 10000.0, 32, 32, **_size(32000, 4096, 11008, 32)), _ROUND, shrink=64
+    ),
+    "mistralai/Mistral-7B-v0.3": Base(
+        _config("mistral", 32768, 1000000.0, 32, 8, **_size(32768, 4096, 14336, 32), sliding_window=None),
+        _ROUND,
+        shrink=128,
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": Base(
+        _config("qwen2", 32768, 1000000.0, 28, 4, **_size(152064, 3584, 18944, 28), use_sliding_window=False),
+        _CHATML | {"pad_token": "<|endoftext|>"},
+        shrink=64,
+    ),
+    "Qwen/Qwen3-8B": Base(
+        _config("qwen3", 40960, 1000000.0, 32, 8, **_size(151936, 4096, 12288, 36), head_dim=128),
+        _CHATML | {"pad_token": "<|endoftext|>"},
+        shrink=64,
+    ),
+    "TinyLlama/TinyLlama_v1.1": Base(
+        _config("llama", 2048, 10000.0, 32, 4, **_size(32000, 2048, 5632, 22)), _ROUND, shrink=32
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": Base(
+        _config("llama", 8192, 130000.0, 32, 32, **_size(49152, 2048, 8192, 24), tie_word_embeddings=True),
+        _CHATML | {"pad_token": "<|im_end|>"},
+        shrink=128,
+        template=_CHATML_TEMPLATE,
+    ),
 }
 
 
@@ -94,10 +117,8 @@ def write_tiny(folder: Path, name: str) -> Path:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"vocab_size": len(tokenizer), "dtype": "float32"}
     small |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    if base.config["num_key_value_heads"] < base.config["num_attention_heads"]:
-        small["num_key_value_heads"] = 1
-    else:
-        small["num_key_value_heads"] = 2
+    grouped = base.config["num_key_value_heads"] < base.config["num_attention_heads"]
+    small["num_key_value_heads"] = 1 if grouped else 2
     if "head_dim" in base.config:
         small["head_dim"] = 16
     small["max_position_embeddings"] = base.config["max_position_embeddings"] // base.shrink
@@ -109,22 +130,38 @@ def write_tiny(folder: Path, name: str) -> Path:
     return folder
 
 
+# Two letters each, so that a pre-tokenizer of any model leaves them whole.
+WORDS = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+
+
 def _tokenizer(base: Base) -> Any:
-    """The words w30 to w99 and the roles by white space, and the base's special tokens, bos put in front of texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    """Byte-level BPE that knows WORDS and roles as one token each, and the base's special tokens.
+
+    Some kinds of models bring their pre-tokenizer, whatever is saved; bytes with merges work with all.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     given = dict(base.special)
-    unknown = given.pop("unk_token", "<unk>")
-    named = [unknown, *(v for k, v in given.items() if k != "additional_special_tokens")]
-    tokens = [*named, *given.get("additional_special_tokens", []), "user", "assistant", "system", *WORDS]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(tokens)}, unk_token=unknown))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = [token for key, token in given.items() if key != "additional_special_tokens"]
+    special = list(dict.fromkeys([*special, *given.get("additional_special_tokens", [])]))
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        min_frequency=1,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    qwen = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    inner.train_from_iterator([" ".join(WORDS), *WORDS, "user", "assistant", "system", qwen], trainer)
     if "bos_token" in given:
         bos = given["bos_token"]
-        inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokens.index(bos))])
+        inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, special.index(bos))])
     window = base.config["max_position_embeddings"]
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unknown, model_max_length=window, **given)
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=window, **given)
     made.chat_template = base.template or None
     return made
 
@@ -198,7 +235,7 @@ def validated(values: dict[str, Any], base: Path) -> tuple[list[str], dict[str, 
 
 # All that a shrunk copy changes. Lengths are divided, everything else is as in the file.
 ELSEWHERE = ("base_model", "output_dir", "dataset_prepared_path", "datasets[].path")
-LENGTHS = ("sequence_len", "pose.target_length", "pose.train_length", "pose.target_margin", "pose.rope.original_length")
+LENGTHS = ("sequence_len", "min_sample_len", "pose.target_length", "pose.train_length", "pose.rope.original_length")
 STEPS = ("max_steps", "num_epochs", "micro_batch_size", "gradient_accumulation_steps", "warmup_steps", "logging_steps")
 STEPS += ("save_steps", "eval_steps", "saves_per_epoch", "evals_per_epoch", "save_strategy", "val_set_size")
 FOR_GPUS = ("bf16", "fp16", "tf32", "attn_implementation", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -232,7 +269,8 @@ def shrunk(values: dict[str, Any], base: Path, data: Path, out: Path) -> dict[st
         if isinstance(block, dict) and block.get(key):
             block[key] //= by
     for key in (*STEPS, "tf32", *FOR_SEVERAL, "liger_fused_linear_cross_entropy"):
-        if key != "warmup_steps" or small.get(key):
+        # No warm-up stays none.
+        if not (key == "warmup_steps" and small.get(key) == 0):
             small.pop(key, None)
     small["plugins"] = [name for name in small["plugins"] if name != LIGER]
     small |= {"max_steps": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1}
@@ -336,7 +374,7 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
         model.eval()
         with torch.no_grad():
             out = model(
-                input_ids=probe % model.config.vocab_size,
+                input_ids=probe,
                 position_ids=torch.tensor(PROBE_POSITIONS),
                 attention_mask=torch.ones_like(probe),
                 use_cache=False,

@@ -29,7 +29,6 @@ from tests.integration.axolotl_runs import (
     base_yaml,
     import_axolotl,
     load_cfg,
-    make_base,
     run,
 )
 
@@ -746,95 +745,3 @@ def test_another_plugins_collator_first(runs):
 def test_another_plugins_collator_second(runs):
     done = forked(_beside_another_collator, runs.yaml("second collator"), False).value
     assert done.losses == forked_losses(runs, "spelling reference", plugins=["pose_plugin"])
-
-
-# -- examples ------------------------------------------------------------------------------------------------------
-
-FOLDER = Path(__file__).parents[2] / "example_configs"
-# Each example with the window of the base model that it names.
-EXAMPLES = {"axolotl_full": 2048, "axolotl_lora": 8192, "axolotl_qlora": 4096}
-TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} w2 {% endfor %}"
-
-
-def _example(name: str) -> dict[str, Any]:
-    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-
-
-def test_every_example_is_tested():
-    # test_beacon_axolotl.py has the last one.
-    assert {path.stem for path in FOLDER.glob("axolotl_*.yaml")} == {*EXAMPLES, "axolotl_beacon"}
-
-
-def _make_base(folder: Path, window: int) -> None:
-    make_base(folder, max_position_embeddings=window)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_fit_the_schema(runs, name):
-    """As they are, for a machine with a GPU; only the base model is a local one with the same window."""
-
-    def case(values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        from axolotl.cli.config import prepare_plugins
-        from axolotl.integrations.config import merge_input_args
-        from axolotl.utils.config import validate_config
-        from axolotl.utils.dict import DictDefault
-
-        cfg = DictDefault(values)
-        prepare_plugins(cfg)
-        unknown = sorted(set(values) - set(merge_input_args()[1].model_fields))
-        return unknown, validate_config(cfg).to_dict()
-
-    base = runs.home / f"window {EXAMPLES[name]}"
-    forked(_make_base, base, EXAMPLES[name])
-    values = _example(name)
-    outcome = forked(case, {**values, "base_model": str(base)})
-    unknown, cfg = outcome.value
-    assert not unknown
-    assert cfg["pose"] == values["pose"]
-    assert cfg["overrides_of_model_config"]["max_position_embeddings"] == values["pose"]["target_length"]
-    assert cfg["overrides_of_model_config"]["rope_parameters"]["factor"] == 8.0
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(runs, name):
-    """Shrunk: every length by the same factor, two steps, a tiny base, and what a CPU cannot do turned off."""
-    shrink = EXAMPLES[name] // 64
-    values = _example(name)
-    lengths = {key: value // shrink for key, value in values["pose"].items() if key.endswith("_length")}
-    datasets = [{**values["datasets"][0], "path": str(runs.home / "rows.jsonl")}]
-    if datasets[0]["type"] == "chat_template":
-        chats = runs.home / "chats.jsonl"
-        chats.write_text("".join(json.dumps({"messages": _chat(row)}) + "\n" for row in _rows(runs.home)))
-        datasets[0] |= {"path": str(chats), "chat_template": "jinja", "chat_template_jinja": TEMPLATE}
-    ours = {key: value for key, value in base_yaml(runs.home).items() if key in ("base_model", "special_tokens")}
-    changes = {
-        **ours,
-        "pose": {**values["pose"], **lengths},
-        "sequence_len": values["sequence_len"] // shrink,
-        "datasets": datasets,
-        "output_dir": str(runs.folder(name) / "out"),
-        "dataset_prepared_path": str(runs.folder(name) / "prepared"),
-        "dataset_num_proc": 1,
-        "max_steps": 2,
-        "warmup_steps": 0,
-        "logging_steps": 1,
-        "gradient_accumulation_steps": 1,
-        "bf16": False,
-        "fp16": False,
-        **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False),
-    }
-    if "val_set_size" in values:
-        changes["val_set_size"] = 0.2
-    done = forked(run, {**values, **changes}).value
-    assert len(done.losses) == 2 and np.isfinite(done.losses).all() and done.moved
-    assert any((np.diff(positions) > 1).any() for _, positions in done.documents())
-    assert max(positions[-1] for _, positions in done.documents()) > 64
-    assert json.loads((runs.folder(name) / "out" / "config.json").read_text())["max_position_embeddings"] == TARGET
-
-
-def _chat(row: str) -> list[dict[str, str]]:
-    words = row.split()
-    return [
-        {"role": "user", "content": " ".join(words[:10])},
-        {"role": "assistant", "content": " ".join(words[10:])},
-    ]

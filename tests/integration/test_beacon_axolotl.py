@@ -218,7 +218,7 @@ def test_an_adapter_trained_otherwise_is_refused(home, whole):
         run(home, "no", lora_model_dir=str(home / "whole"), beacon={"interval": 32})
 
 
-EXAMPLE = Path(__file__).parents[2] / "example_configs" / "axolotl_beacon.yaml"
+EXAMPLE = Path(__file__).parents[2] / "example_configs" / "beacon" / "axolotl_beacon.yaml"
 
 
 def test_the_example_fits_the_schema(home):

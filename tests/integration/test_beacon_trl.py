@@ -246,9 +246,10 @@ def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradien
 
 def test_the_example(home, tmp_path):
     root = Path(__file__).parents[2]
+    script = root / "example_configs" / "beacon" / "trl_beacon.py"
     rows = [{"text": f"Line {at} of a text. " * 20} for at in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, str(root / "example_configs" / "trl_beacon.py"), "--data", str(tmp_path / "rows.jsonl")]
+    command = [sys.executable, str(script), "--data", str(tmp_path / "rows.jsonl")]
     command += ["--steps", "2", "--batch-size", "2", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]

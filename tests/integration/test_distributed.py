@@ -275,8 +275,8 @@ def test_the_launcher_and_the_example(tmp_path):
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
             *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"),
-            # On a GPU: example_configs/trl_sft.py, without what a CPU needs.
-            *("-m", "tests.integration.distributed", "zero3", str(distributed.CONFIGS / "trl_sft.py")),
+            # On a GPU: example_configs/trl/sft.py, without what a CPU needs.
+            *("-m", "tests.integration.distributed", "zero3", str(distributed.CONFIGS / "trl" / "sft.py")),
             *("--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"), "--lora"),
             *("--steps", "2", "--batch-size", "1", "--target-length", "512"),
         ],
@@ -295,6 +295,55 @@ def test_the_launcher_and_the_example(tmp_path):
     assert all(tensors.values()) and any("lora_A" in name for name in tensors)
     assert any("norm" in name for name in tensors)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
+
+
+MEASURED = {
+    "every": 2,
+    "at_start": True,
+    "tasks": ["passkey", "perplexity", "needle", "longppl", "gap", "short"],
+    "lengths": [400],
+    "trials": 2,
+    "max_windows": 2,
+    "short_context": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def measured_alone(tmp_path_factory):
+    """The folder with base and text, what is asked for, and what one process measures."""
+    folder = tmp_path_factory.mktemp("measured")
+    trl_runs.make_model(folder)
+    (folder / "text.txt").write_text("w30 w41 w52 w63 w74 " * 90)
+    asked = {**MEASURED, "texts": [str(folder / "text.txt")], "evaluator": str(folder / "base")}
+    found = forked(evaluated, folder, Case("trl", "single", "full"), asked, "alone").value["measured"]
+    assert [row["step"] for row in found] == [0, 2, 4]
+    names = {f"{name}/400" for name in ("passkey", "perplexity", "needle/kv", "longppl", "gap_loss")}
+    assert found[0].keys() >= names | {"short_perplexity/64"}
+    return folder, asked, found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_evaluation_with_divided_weights(run, measured_alone, strategy):
+    """Both ranks measure what one process measures, and train on bit by bit as without."""
+    case = Case("trl", strategy, "full")
+    plain, (folder, asked, expected) = run(case)[1], measured_alone
+    found = good_ranks(evaluated, folder, case, asked, strategy, **distributed.environment(case))
+    for rank, one in enumerate(found):
+        assert len(one.value["measured"]) == len(expected)
+        for row, wanted in zip(one.value["measured"], expected, strict=True):
+            assert row == pytest.approx(wanted, rel=1e-4)
+        for name in ("losses", "eval_losses", "logits", "frequencies"):
+            assert one.value[name] == plain[rank].value[name], name
+
+
+def evaluated(folder, case, asked, out="out"):
+    import functools
+
+    from pose_plugin.evaluation import block
+
+    # Nothing is far from everything in a random model, so every token is taken for a key token.
+    block.key_tokens = functools.partial(block.key_tokens, alpha=-99.0, beta=-99.0)
+    return distributed.trl(folder, case, out=out, pose={"evaluate": asked})
 
 
 # --- docs/distributed.md --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import forked
-from tests.integration.axolotl_runs import import_axolotl
+from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, import_axolotl
 from tests.integration.example_runs import (
     BASES,
     REPLACED,
@@ -31,11 +31,39 @@ from tests.integration.example_runs import (
 
 pytestmark = pytest.mark.axolotl
 
-# What each file promises: the rope that is written, and the target.
-PROMISED: dict[str, tuple[dict[str, Any], int]] = {
-    "llama3-80k/qlora-full-length.yaml": ({"rope_type": "default", "rope_theta": 2.0e8}, 81920),
-    "llama3-80k/qlora-pose.yaml": ({"rope_type": "default", "rope_theta": 2.0e8}, 81920),
+# What each file promises: the kind of rope with its stretch, or its base, and the target.
+PROMISED: dict[str, tuple[str, float, int]] = {
+    "llama3-80k/qlora-full-length.yaml": ("base", 2.0e8, 81920),
+    "llama3-80k/qlora-pose.yaml": ("base", 2.0e8, 81920),
+    "llama3-80k/lora-pose-zero2.yaml": ("base", 2.0e8, 81920),
+    "llama3-80k/full-pose-zero3.yaml": ("base", 2.0e8, 81920),
+    **{
+        f"llama2/pose-{target // 1024}k-{kind}.yaml": (kind, target / 4096, target)
+        for target in (16384, 32768, 131072)
+        for kind in ("linear", "ntk", "yarn")
+    },
+    "llama2/full-length-16k.yaml": ("linear", 4, 16384),
+    "llama2/qlora-32k.yaml": ("yarn", 8, 32768),
+    "mistral/lora-128k-zero2.yaml": ("yarn", 4, 131072),
+    "mistral/full-128k-fsdp2.yaml": ("yarn", 4, 131072),
+    "qwen/qwen2.5-lora-128k-fsdp2.yaml": ("yarn", 4, 131072),
+    "qwen/qwen3-qlora-128k.yaml": ("yarn", 4, 131072),
+    "small/tinyllama-full.yaml": ("yarn", 8, 16384),
+    "small/smollm2-lora.yaml": ("yarn", 8, 65536),
 }
+
+
+def promised(name: str, config: dict[str, Any], shrink: int = 1) -> dict[str, Any]:
+    """The rope that the file must write into the config of a model, by the formulas of the papers."""
+    kind, number, target = PROMISED[name]
+    if kind == "base":
+        return {"rope_type": "default", "rope_theta": number}
+    theta = BASES[read(name)["base_model"]].config["rope_theta"]
+    if kind == "ntk":
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return {"rope_type": "default", "rope_theta": pytest.approx(theta * number ** (dim / (dim - 2)))}
+    window = {"original_max_position_embeddings": target / number / shrink} if kind == "yarn" else {}
+    return {"rope_type": kind, "factor": number, "rope_theta": theta, **window}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +90,9 @@ def test_fits_the_schema(home, name):
     assert set(changed) <= {"base_model", "datasets", "fsdp_config"}, changed
     for given, found in zip(values["datasets"], cfg["datasets"], strict=True):
         assert {key: found.get(key) for key in given} == given
-    rope, target = PROMISED[name]
     overrides = cfg["overrides_of_model_config"]
-    assert overrides["max_position_embeddings"] == target == values["pose"]["target_length"]
+    assert overrides["max_position_embeddings"] == PROMISED[name][2] == values["pose"]["target_length"]
+    rope = promised(name, BASES[values["base_model"]].config)
     assert {key: overrides["rope_parameters"].get(key) for key in rope} == rope
 
 
@@ -85,7 +113,8 @@ def test_keys_that_nothing_reads_are_found(home):
 def test_runs(home, name):
     """Two steps of the shrunk copy, and what it saved."""
     done, small, out = _run(home, name)
-    assert len(done.losses) == 2 and np.isfinite(done.losses).all()
+    assert len(done.losses) == 2 and np.isfinite(done.losses).all() and min(done.losses) > 0 and done.moved
+    assert all(any(label != -100 for label in labels[1:]) for _, labels in done.rows), "a row that trains nothing"
     pose = small["pose"]
     if pose.get("sampler") == "none":
         assert not done.jumps
@@ -93,7 +122,7 @@ def test_runs(home, name):
         assert done.jumps and done.farthest > pose.get("train_length", small["sequence_len"])
     assert done.farthest < pose["target_length"]
     config = json.loads((out / "config.json").read_text())
-    rope = PROMISED[name][0]
+    rope = promised(name, config, BASES[read(name)["base_model"]].shrink)
     assert config["max_position_embeddings"] == pose["target_length"]
     assert {key: config["rope_parameters"].get(key) for key in rope} == rope
     forked(_reloads, out, small, done)
@@ -126,10 +155,23 @@ def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
     np.testing.assert_allclose(frequencies.double().numpy(), done.inverse_frequencies, rtol=1e-6)
     if small.get("adapter"):
         saved = load_file(out / "adapter_model.safetensors")
+        base = load_file(Path(small["base_model"]) / "model.safetensors")
+        loaded = {n.replace(".default", ""): p for n, p in model.named_parameters()}
         for module in small.get("lora_modules_to_save", []):
-            (name,) = [n for n in saved if module in n]
-            base = load_file(Path(small["base_model"]) / "model.safetensors")
-            assert not torch.equal(saved[name], base[f"model.{module}.weight"])
-            loaded = model.get_input_embeddings() if module == "embed_tokens" else model.get_output_embeddings()
-            torch.testing.assert_close(loaded.weight.float(), saved[name].float())
+            names = [n for n in saved if f".{module}." in n]
+            assert names, f"{module} is not saved"
+            for name in names:
+                assert not torch.equal(saved[name], base[name.removeprefix("base_model.model.")]), "not trained"
+                torch.testing.assert_close(loaded[name.replace(".weight", ".modules_to_save.weight")], saved[name])
         assert any("lora_B" in n and v.abs().max() > 0 for n, v in saved.items())
+    if done.logits.size:
+        model.eval()
+        ids = torch.tensor(PROBE_TOKENS)
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids,
+                position_ids=torch.tensor(PROBE_POSITIONS),
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+            ).logits
+        np.testing.assert_allclose(logits.float().numpy(), done.logits, atol=2e-4)

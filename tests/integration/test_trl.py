@@ -390,7 +390,7 @@ LAUNCHERS = {
 def test_the_example(example_data, tmp_path, launcher, extra):
     command = [
         *LAUNCHERS[launcher],
-        str(ROOT / "example_configs/trl_sft.py"),
+        str(ROOT / "example_configs/trl/sft.py"),
         *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
         *("--target-length", "512", *extra),
     ]

@@ -1,10 +1,10 @@
 """Activation Beacon with TRL: a frozen model learns to read texts many times its window. One file, to copy from.
 
     python example_configs/quickstart/make_data.py
-    python example_configs/trl_beacon.py                    # the tiny base of the quick start, on CPU
+    python example_configs/beacon/trl_beacon.py                    # the tiny base of the quick start, on CPU
 
     # A real model and rows of {"text": …} longer than an interval.
-    python example_configs/trl_beacon.py --model HuggingFaceTB/SmolLM2-1.7B-Instruct --data texts.jsonl \\
+    python example_configs/beacon/trl_beacon.py --model HuggingFaceTB/SmolLM2-1.7B-Instruct --data texts.jsonl \\
         --interval 1024 --ratios 2 4 8 16 32 --max-length 16384 --batch-size 1 --learning-rate 5e-5
 
 What differs from any other SFTTrainer script is the line marked (1). Under DeepSpeed ZeRO-3 give `--no-checkpointing`.
@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from pose_plugin import BeaconConfig
 
-QUICKSTART = Path(__file__).parent / "quickstart"
+QUICKSTART = Path(__file__).parents[1] / "quickstart"
 
 
 def arguments() -> argparse.Namespace:

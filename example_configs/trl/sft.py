@@ -1,14 +1,14 @@
 """Supervised fine-tuning with TRL: a window of 128 tokens is trained, 2048 are reached. One file, to copy from.
 
     python example_configs/quickstart/make_data.py
-    python example_configs/trl_sft.py --evaluate            # the tiny base of the quick start, on CPU
+    python example_configs/trl/sft.py --evaluate            # the tiny base of the quick start, on CPU
 
     # Two processes on CPU. On GPUs: ddp, zero2, zero3 or fsdp2, `--num_processes` as many, without --mixed_precision.
     accelerate launch --config_file example_configs/accelerate/ddp.yaml --num_processes 2 --mixed_precision no \\
-        example_configs/trl_sft.py --steps 20
+        example_configs/trl/sft.py --steps 20
 
     # A real model and rows of {"text": …} or {"messages": […]}.
-    python example_configs/trl_sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --target-length 131072 \\
+    python example_configs/trl/sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --target-length 131072 \\
         --train-length 4096 --steps 1000 --batch-size 1 --lora
 
 What differs from any other SFTTrainer script are the two calls marked (1) and (2).
@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from pose_plugin import PoSECollator, extend_context
 
-QUICKSTART = Path(__file__).parent / "quickstart"
+QUICKSTART = Path(__file__).parents[1] / "quickstart"
 
 
 def arguments() -> argparse.Namespace:
