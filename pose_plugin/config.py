@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, f
 from pose_plugin.errors import PoSEError
 
 RopeType = Literal["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"]
-SamplerName = Literal["pose", "clamped", "randpos", "turns", "none"]
+SamplerName = Literal["pose", "clamped", "randpos", "cream", "turns", "sentences", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
-Measure = Literal["passkey", "perplexity", "needle", "topics", "gap"]
+Measure = Literal["passkey", "perplexity", "needle", "topics", "longppl", "gap", "short"]
+WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 # The upper end is what a position can be on every backend, 32-bit kernels included.
@@ -81,9 +82,20 @@ class EvaluateSettings(_Strict):
     lengths: list[PositiveInt] | None = Field(
         None, description="tokens of prompts and windows; default: train_length, doubled up to target_length"
     )
-    texts: list[str] = Field([], description="files of UTF-8 text, one document each, for perplexity and gap")
+    texts: list[str] = Field(
+        [], description="files of UTF-8 text, one document each, for perplexity, longppl, gap and short"
+    )
     trials: PositiveInt = Field(10, description="prompts a length (needle: 5 depths share them)")
-    max_windows: PositiveInt = Field(10, description="windows a length for perplexity and gap")
+    max_windows: PositiveInt = Field(10, description="windows a length for perplexity, gap and short")
+    evaluator: str | None = Field(
+        None, description="longppl: the model, folder or hub name, that says what is a key token (required there)"
+    )
+    short_context: PositiveInt | None = Field(
+        None, description="longppl: the short context, in tokens; default: train_length"
+    )
+    short_length: PositiveInt | None = Field(
+        None, description="short: window of the guard, in tokens; default: the base's own window"
+    )
     batch_size: PositiveInt | None = Field(None, description="sequences in one forward; default: about 16k tokens")
     seed: StrictInt = Field(0, description="of keys and depths; every measurement asks the same prompts")
 
@@ -97,9 +109,18 @@ class EvaluateSettings(_Strict):
         for name in ("tasks", "lengths"):
             if getattr(self, name) == []:
                 raise ValueError(f"evaluate.{name} is empty; name some, or remove the key for the default")
-        unread = [task for task in self.tasks or () if task in ("perplexity", "gap") and not self.texts]
+        unread = [task for task in self.tasks or () if task in WITH_TEXTS and not self.texts]
         if unread:
             raise ValueError(f"evaluate.tasks={unread[0]} needs evaluate.texts, files with text to measure on")
+        for name, task in {"evaluator": "longppl", "short_context": "longppl", "short_length": "short"}.items():
+            if getattr(self, name) is not None and task not in (self.tasks or ()):
+                value = getattr(self, name)
+                raise ValueError(f"evaluate.{name}={value} has no effect without {task} in evaluate.tasks")
+        if self.evaluator is None and "longppl" in (self.tasks or ()):
+            raise ValueError(
+                "evaluate.tasks=longppl needs evaluate.evaluator, a long-context model with the same tokenizer, which "
+                "says before the first step which tokens need far text"
+            )
         if self.every is None and not self.at_start and not self.at_end:
             raise ValueError("evaluate never measures: set every, at_start or at_end, or remove the block")
         return self

@@ -16,7 +16,10 @@ ROPE_KEYS = (
     "type, factor, theta, original_length, beta_fast, beta_slow, attention_factor, low_freq_factor, "
     "high_freq_factor, factors_file"
 )
-EVALUATE_KEYS = "every, at_start, at_end, tasks, lengths, texts, trials, max_windows, batch_size, seed"
+EVALUATE_KEYS = (
+    "every, at_start, at_end, tasks, lengths, texts, trials, max_windows, evaluator, short_context, short_length, "
+    "batch_size, seed"
+)
 EVERY = "steps from one measurement to the next; default: none between"
 CHUNKS = "N, the chunks of a window (samplers pose, clamped, turns)"
 DESCRIPTION = RopeSettings.model_fields["type"].description

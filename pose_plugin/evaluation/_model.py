@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.in_step import InStep
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and torch's random state are put back."""
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(model)
@@ -26,8 +27,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def device_of(model: torch.nn.Module) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Where inputs go: the device of the input embeddings (a model may be spread over several devices)."""
+    if isinstance(model, InStep):
+        return model.device
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
@@ -64,11 +67,8 @@ def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | Non
     shared = {"input_ids": input_ids, "use_cache": cache is not None}
     if cache is not None:
         shared["past_key_values"] = cache
-    if takes(model, "logits_to_keep"):
-        return model(logits_to_keep=keep, **shared).logits
-    decoder, head = decoder_and_head(model)
-    hidden = decoder(**shared).last_hidden_state
-    return head(hidden[:, -keep:])
+    with _only_last(model, keep) as extra:
+        return model(**shared, **extra).logits
 
 
 def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tuple[torch.Tensor, Any]:
@@ -81,30 +81,50 @@ def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tu
     Returns:
         [B, vocab], the logits behind the last token; the cache.
     """
-    extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     cache, logits = None, None
-    for piece in input_ids.split(chunk or input_ids.shape[1], 1):
-        output = model(input_ids=piece, past_key_values=cache, use_cache=True, **extra)
-        cache, logits = output.past_key_values, output.logits[:, -1]
+    with _only_last(model, 1) as extra:
+        for piece in input_ids.split(chunk or input_ids.shape[1], 1):
+            output = model(input_ids=piece, past_key_values=cache, use_cache=True, **extra)
+            cache, logits = output.past_key_values, output.logits[:, -1]
     assert logits is not None
     return logits, cache
 
 
-def decoder_and_head(model: Any) -> tuple[Any, Any]:
-    """The part that gives hidden states [B, T, H] and the part that makes logits of them.
+@contextmanager
+def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In place of the output embeddings, the model's own forward calls `work(head, hidden)`.
+
+    What wraps the model (ZeRO-3, FSDP2, autocast, an adapter) does its part as in any other forward.
 
     Raises:
-        PoSEError: for a model that has no such parts.
+        PoSEError: for a model that has no output embeddings.
     """
     inner = innermost(model)
-    decoder = getattr(inner, getattr(inner, "base_model_prefix", "") or "model", None)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if decoder is None or decoder is inner or head is None:
+    if head is None:
         raise PoSEError(
-            f"model={type(inner).__name__} can be evaluated neither through logits_to_keep nor through its "
-            "hidden states and output embeddings; use a causal language model of transformers"
+            f"model={type(inner).__name__} can be evaluated neither through logits_to_keep nor through its output "
+            "embeddings; use a causal language model of transformers"
         )
-    return decoder, head
+    own, patched = head.forward, "forward" in vars(head)
+    head.forward = lambda hidden, *args, **kwargs: work(own, hidden)
+    try:
+        yield
+    finally:
+        if patched:
+            head.forward = own
+        else:
+            del head.forward
+
+
+@contextmanager
+def _only_last(model: Any, keep: int) -> Iterator[dict[str, int]]:
+    """Arguments with which a forward gives the logits of the last `keep` positions alone."""
+    if takes(model, "logits_to_keep"):
+        yield {"logits_to_keep": keep}
+        return
+    with head_doing(model, lambda head, hidden: head(hidden[:, -keep:])):
+        yield {}
 
 
 def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | None = None) -> torch.Tensor:

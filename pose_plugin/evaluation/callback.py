@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from pose_plugin.config import EvaluateSettings, PoSESettings
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.gap import TOKENS as GAP_TOKENS
-from pose_plugin.evaluation.gap import gap_probe
-from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
+from pose_plugin.evaluation.finished import digest
+from pose_plugin.evaluation.in_step import InStep, in_step, require_same_plan
 from pose_plugin.evaluation.passkey import PasskeyBuilder, documents, passkey
 from pose_plugin.evaluation.perplexity import perplexity, tokenised
-from pose_plugin.evaluation.topics import topic_prompts, topics
 from pose_plugin.log import log
+from pose_plugin.ranks import beside_training, together
 
 
 class EvaluationCallback(TrainerCallback):
     """Measures every so many steps and at the end, and logs `passkey/2048`, `perplexity/2048`, …
 
-    The collator rewrites positions of training batches only; here the model gets plain ones. Every rank measures by
-    itself and the first one logs. Model modes and random states are as
-    before afterwards, so a run with this callback trains exactly like one without.
+    The collator rewrites positions of training batches only; here the model gets plain ones. Model modes and random
+    states are as before afterwards, so a run with this callback trains exactly like one without.
+
+    Every rank measures the same and the first one logs; where weights are divided (ZeRO-3, FSDP2), all of them run the
+    same forwards together.
 
     What cannot work is refused before the first step. A measurement that fails later (out of memory, say) is told in
-    a warning and the training goes on: a run is worth more than a look at it.
+    a warning and the training goes on: a run is worth more than a look at it. With divided weights a rank that is out
+    of memory ends the run, as in a step: the others would wait for it for ever.
 
     Args:
         tokenizer: default: the trainer's processing class.
@@ -43,7 +43,7 @@ class EvaluationCallback(TrainerCallback):
         at_end: whether to measure after the last step.
         passkey_options: more arguments of `passkey`, e.g. {"trials": 20}.
         perplexity_options: more arguments of `perplexity`, e.g. {"max_windows": 50}.
-        check: called with the tokenizer before the first step; raises PoSEError for what cannot work.
+        check: called with model and tokenizer before the first step; raises PoSEError for what cannot work.
         more: further measures by name, functions of (model, tokenizer) whose result has `metrics()` and `definition`.
 
     Attributes:
@@ -52,7 +52,7 @@ class EvaluationCallback(TrainerCallback):
 
     Raises:
         PoSEError: nothing to measure, perplexity without texts, every < 1; before the first step also prompts or
-            texts that do not fit, no tokenizer, and weights that are divided among processes (ZeRO-3, FSDP).
+            texts that do not fit, no tokenizer, FSDP 1, and ranks with divided weights that would measure unlike.
 
     Example:
         >>> trainer.add_callback(EvaluationCallback(passkey_lengths=[2048, 8192, 32768], every=100))
@@ -70,7 +70,7 @@ class EvaluationCallback(TrainerCallback):
         passkey_options: dict[str, Any] | None = None,
         perplexity_options: dict[str, Any] | None = None,
         more: dict[str, Callable[[Any, Any], Any]] | None = None,
-        check: Callable[[Any], None] | None = None,
+        check: Callable[[Any, Any], None] | None = None,
     ) -> None:
         if not passkey_lengths and not perplexity_lengths and not more:
             raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths or perplexity_lengths")
@@ -115,10 +115,16 @@ class EvaluationCallback(TrainerCallback):
         return tokenizer
 
     def _check(self, given: dict[str, Any]) -> None:
-        tokenizer = self._tokenizer(given)
-        require_whole_weights(given["model"])
-        if self.check is not None:
-            self.check(tokenizer)
+        with together():
+            tokenizer = self._tokenizer(given)
+            model = in_step(given["model"], _caller(Trainer))
+            self._check_inputs(tokenizer)
+            if self.check is not None:
+                self.check(model, tokenizer)
+        asked = [self.passkey_lengths, self.perplexity_lengths, self.passkey_options, self.perplexity_options]
+        require_same_plan(model, digest(repr([asked, self.texts, sorted(self.more)])))
+
+    def _check_inputs(self, tokenizer: Any) -> None:
         if self.passkey_lengths:
             options = {"trials": 50, "depths": None, "seed": 0, **self.passkey_options}
             builder = PasskeyBuilder(tokenizer, options.get("template"), options.get("filler_text"))
@@ -131,7 +137,8 @@ class EvaluationCallback(TrainerCallback):
     def _measure(
         self, args: Any, state: Any, control: Any, handler: CallbackHandler | None, given: dict[str, Any]
     ) -> None:
-        model, tokenizer = given["model"], self._tokenizer(given)
+        trainer, tokenizer = _caller(Trainer), self._tokenizer(given)
+        model = in_step(given["model"], trainer)
         measures = dict(self.more)
         if self.perplexity_lengths:
             measures = {"perplexity": self._perplexity, **measures}
@@ -139,13 +146,18 @@ class EvaluationCallback(TrainerCallback):
             measures = {"passkey": self._passkey, **measures}
         found: dict[str, Any] = {}
         metrics: dict[str, float] = {}
-        for name, measure in measures.items():
-            try:
-                found[name] = measure(model, tokenizer)
-            except (PoSEError, torch.OutOfMemoryError) as error:
-                log.warning("step %d: %s was not measured, the training goes on: %s", state.global_step, name, error)
-                continue
-            metrics |= found[name].metrics()
+        with beside_training(model.wrapped) if isinstance(model, InStep) else nullcontext():
+            for name, measure in measures.items():
+                try:
+                    found[name] = measure(model, tokenizer)
+                except (PoSEError, torch.OutOfMemoryError) as error:
+                    if isinstance(model, InStep) and torch.OutOfMemoryError in (type(error), type(error.__cause__)):
+                        raise
+                    log.warning(
+                        "step %d: %s was not measured, the training goes on: %s", state.global_step, name, error
+                    )
+                    continue
+                metrics |= found[name].metrics()
         if "passkey" in found and self.passkey_lengths:
             metrics["passkey/k_max"] = found["passkey"].k_max()
         if not self.results and state.is_world_process_zero:
@@ -164,103 +176,6 @@ class EvaluationCallback(TrainerCallback):
         return perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **self.perplexity_options)
 
 
-def from_settings(settings: PoSESettings) -> EvaluationCallback:
-    """The callback that a `pose:` block with `evaluate:` asks for.
-
-    Raises:
-        PoSEError: a text that cannot be read.
-    """
-    asked = settings.evaluate
-    assert asked is not None
-    lengths = asked.lengths or doubled(settings.train_length or settings.target_length, settings.target_length)
-    tasks = asked.tasks or (["passkey", "perplexity"] if asked.texts else ["passkey"])
-    texts = [read_text(path, "evaluate.texts") for path in asked.texts]
-    shared: dict[str, Any] = {"batch_size": asked.batch_size, "progress": False}
-    return EvaluationCallback(
-        passkey_lengths=lengths if "passkey" in tasks else (),
-        perplexity_lengths=lengths if "perplexity" in tasks else (),
-        texts=texts,
-        every=asked.every,
-        at_start=asked.at_start,
-        at_end=asked.at_end,
-        passkey_options={"trials": asked.trials, "seed": asked.seed, **shared},
-        perplexity_options={"max_windows": asked.max_windows, **shared},
-        more=further_measures(tasks, lengths, texts, asked, shared),
-        check=functools.partial(check_further, tasks=tasks, lengths=lengths, texts=texts),
-    )
-
-
-def further_measures(
-    tasks: Sequence[str], lengths: Sequence[int], texts: Sequence[str], asked: EvaluateSettings, shared: dict[str, Any]
-) -> dict[str, Callable[[Any, Any], Any]]:
-    """What `evaluate.tasks` names beyond passkey and perplexity, by name."""
-    trials = max(asked.trials, len(DEPTHS))
-
-    def needles(model: Any, tokenizer: Any) -> Any:
-        return needle(model, tokenizer, lengths, trials=trials, seed=asked.seed, **shared)
-
-    def topic(model: Any, tokenizer: Any) -> Any:
-        return topics(model, tokenizer, lengths, trials=asked.trials, seed=asked.seed, **shared)
-
-    def gap(model: Any, tokenizer: Any) -> Any:
-        return gap_probe(model, tokenizer, texts, lengths, max_windows=asked.max_windows, **shared)
-
-    known = {"needle": needles, "topics": topic, "gap": gap}
-    return {name: known[name] for name in tasks if name in known}
-
-
-def check_further(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], texts: Sequence[str]) -> None:
-    """Checks the shortest length of each further measure; the rest can only be easier.
-
-    Raises:
-        PoSEError: as the measure itself would.
-    """
-    if "needle" in tasks:
-        needle_prompts(tokenizer, [min(lengths)], trials=len(DEPTHS))
-    if "topics" in tasks:
-        topic_prompts(tokenizer, [min(lengths)], trials=1)
-    if "gap" in tasks:
-        tokenised(tokenizer, texts, [min(GAP_TOKENS, *lengths)])
-
-
-def doubled(shortest: int, longest: int) -> list[int]:
-    """shortest, twice that, … and longest."""
-    lengths = [shortest]
-    while lengths[-1] * 2 < longest:
-        lengths.append(lengths[-1] * 2)
-    return sorted({*lengths, longest})
-
-
-def read_text(path: str, where: str) -> str:
-    """A UTF-8 file.
-
-    Raises:
-        PoSEError: naming the file and the setting `where` it stands.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PoSEError(f"{where}: {path} could not be read as a UTF-8 text file: {error}") from error
-
-
-def require_whole_weights(model: Any) -> None:
-    """Checks that this process can run the model by itself.
-
-    Raises:
-        PoSEError: its weights are divided among processes. Each token of an answer would need all of them in step,
-            and one that stops (its memory is full, say) would leave the others waiting for ever.
-    """
-    zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    fsdp = any("FSDP" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel"
-               for module in model.modules() for kind in type(module).__mro__)  # fmt: skip
-    if zero3 or fsdp:
-        raise PoSEError(
-            f"evaluation while training (pose.evaluate, EvaluationCallback) cannot run under "
-            f"{'ZeRO-3' if zero3 else 'FSDP'}: the weights are divided among processes. Remove it and measure saved "
-            "checkpoints with `pose-plugin evaluate CHECKPOINT …`, or train with DDP or ZeRO-2"
-        )
-
-
 def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:
     """Logs as `Trainer.log` does: into the state's history and through every callback that reports somewhere.
 
@@ -277,11 +192,16 @@ def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handl
     control.should_log = wanted
 
 
-def _handler() -> CallbackHandler | None:
-    """The handler that is calling: transformers hands callbacks everything but what they could log with."""
+def _caller(kind: type) -> Any:
+    """The innermost object of a kind whose method is calling, or None: transformers hands callbacks everything but what
+    they could log with, and the model as it is called."""
     frame = inspect.currentframe()
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), CallbackHandler):
+        if isinstance(frame.f_locals.get("self"), kind):
             return frame.f_locals["self"]
         frame = frame.f_back
     return None
+
+
+def _handler() -> CallbackHandler | None:
+    return _caller(CallbackHandler)

@@ -215,6 +215,23 @@ def longppl(
     return LongPPLResult({keys.length: window}, keys.evaluator, keys.short, keys.alpha, keys.beta, len(windows))
 
 
+def require_same_tokens(evaluator: Any, tokenizer: Any, texts: Sequence[str], name: str, other: str) -> None:
+    """Checks that two tokenizers make the same tokens of the texts; what else they know (a pad token) does not matter.
+
+    Args:
+        evaluator: the evaluator's tokenizer, `name` its model.
+        tokenizer: that of `other`, the model to be measured.
+
+    Raises:
+        PoSEError: they do not.
+    """
+    if any(tokenised(evaluator, [text], [3])[:2] != tokenised(tokenizer, [text], [3])[:2] for text in texts):
+        raise PoSEError(
+            f"longppl: {other} and the evaluator {name} have different tokenizers, so a key token of one is none of "
+            "the other; give an evaluator with the same tokenizer, or leave longppl out"
+        )
+
+
 def _windows(tokenizer: Any, texts: Any, length: int) -> tuple[list[list[int]], list[int]]:
     used, begin, _ = tokenised(tokenizer, texts, [length])
     return [[*begin, *ids[: length - len(begin)]] for ids in used], begin

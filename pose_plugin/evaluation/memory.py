@@ -11,6 +11,8 @@ import torch
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import innermost
+from pose_plugin.evaluation.in_step import InStep
+from pose_plugin.ranks import gather
 
 LOGIT_BYTES = 64 * 2**20
 """Logits are made this many bytes at a time."""
@@ -92,7 +94,8 @@ def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
     """The largest batch up to `wanted` that should fit; where not even one sequence does, the largest chunk of it.
 
     Raises:
-        TooLittleMemory: not even one sequence of `length` tokens fits, read in the smallest chunks.
+        TooLittleMemory: not even one sequence of `length` tokens fits, read in the smallest chunks. Ranks that go in
+            step find the same.
     """
     parameter = next(model.parameters(), None)
     config, free = getattr(innermost(model), "config", None), available_bytes(device)
@@ -104,11 +107,16 @@ def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
     while tries[-1][0] > 1:
         tries.append((tries[-1][0] // 2, None))
     tries += [(1, chunk) for chunk in CHUNKS if chunk < length]
-    for batch, chunk in tries:
-        needed = estimate_bytes(config, batch, length, size, attention, chunk)
-        if free is None or needed <= free:
-            return Fit(batch, chunk, needed)
-    assert free is not None
+    whole = model.gathered_bytes if isinstance(model, InStep) else 0
+    fits = [Fit(batch, chunk, whole + estimate_bytes(config, batch, length, size, attention, chunk))
+            for batch, chunk in tries]  # fmt: skip
+    first = next((i for i, fit in enumerate(fits) if free is None or fit.bytes <= free), len(fits))
+    if isinstance(model, InStep):
+        # The rank with the least room sets the pace.
+        first = max(gather(first))
+    if first < len(fits):
+        return fits[first]
+    needed, free = fits[-1].bytes, 0 if free is None else free
     way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
     raise TooLittleMemory(
         f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "

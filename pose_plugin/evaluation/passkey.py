@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating, greedy, last_logits
+from pose_plugin.evaluation.in_step import agreed
 from pose_plugin.evaluation.memory import Fit, fitting, in_batches
 from pose_plugin.evaluation.passkey_text import (
     PasskeyBuilder,
@@ -299,9 +300,10 @@ def _answers(model: Any, rows: Sequence[PasskeyDocument], reader: _Reader, fit: 
         answer, argmax = row.answer, argmax[longest - len(row.answer) :]
         first = next((i for i in range(len(answer)) if argmax[i] != answer[i]), len(answer))
         results.append(reader(argmax[: first + 1], len(answer), row.key))
-    unsettled = [i for i, (_, correct) in enumerate(results) if correct is None]
+    # As rank 0 sees it where ranks go in step: another rounding elsewhere must not make another forward.
+    unsettled = agreed(model, [i for i, (_, correct) in enumerate(results) if correct is None])
     # Prompts of one length differ in theirs only where keys are split into different numbers of tokens.
-    for budget in {len(rows[i].answer) for i in unsettled}:
+    for budget in sorted({len(rows[i].answer) for i in unsettled}):
         open_rows = [i for i in unsettled if len(rows[i].answer) == budget]
         prompts = torch.tensor([rows[i].prompt for i in open_rows], device=device)
         for i, tokens in zip(open_rows, greedy(model, prompts, budget, fit.chunk).tolist(), strict=True):

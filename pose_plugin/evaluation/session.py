@@ -13,7 +13,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.cost import duration, estimates
 from pose_plugin.evaluation.finished import Finished, weights_of
 from pose_plugin.evaluation.loading import Source, load
-from pose_plugin.evaluation.longppl import KeyTokens
+from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
 from pose_plugin.evaluation.memory import TooLittleMemory
 from pose_plugin.evaluation.report import ModelResult
 from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
@@ -55,14 +55,8 @@ class Session:
         if evaluator is None:
             return
         self.plan.evaluator = evaluator.name
-        vocabulary = evaluator.tokenizer.get_vocab()
         for source in sources:
-            if source.tokenizer.get_vocab() != vocabulary:
-                raise PoSEError(
-                    f"longppl: {source.name} and the evaluator {evaluator.name} have different tokenizers, so a key "
-                    "token of one is none of the other; give an --evaluator with the same tokenizer, or leave longppl "
-                    "out"
-                )
+            require_same_tokens(evaluator.tokenizer, source.tokenizer, self.plan.texts, evaluator.name, source.name)
 
     def forecast(self, sources: Sequence[Source]) -> str:
         """How long everything that is missing will take, and how much memory."""

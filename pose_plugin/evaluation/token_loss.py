@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation._model import decoder_and_head, device_of, innermost, takes
+from pose_plugin.evaluation._model import device_of, head_doing, innermost, takes
 from pose_plugin.evaluation.memory import LOGIT_BYTES
 
 
 class TokenLoss:
     """-log p of every token given those before it; call it within `evaluating(model)`.
 
-    One forward gives the hidden states and the output embeddings make logits of a few rows at a time.
-    Whether that is all the model does is tested on eight tokens first. Where it is not (a head of its own
-    kind, weights sharded by FSDP, a PEFT method at work in the outer forward) the whole forward is run for
-    each piece.
+    Within one forward, where the model would make logits of all its hidden states, they are made of a few rows at a
+    time and scored. Whether that is all the model does is tested on eight tokens first. Where it is not (a head of its
+    own kind, a PEFT method at work in the outer forward) the whole forward is run for each piece.
 
     Args:
         model: a causal language model.
@@ -32,10 +31,8 @@ class TokenLoss:
         self.model = model
         vocab = innermost(model).config.get_text_config().vocab_size
         self.rows = max(1, LOGIT_BYTES // 4 // vocab)
-        self.parts: tuple[Any, Any] | None = None
-        self.parts = self._parts_that_agree(torch.arange(8, device=device_of(model))[None] % vocab)
-        if self.parts is None and not takes(model, "logits_to_keep"):
-            decoder_and_head(model)
+        self.at_head = self._agrees(torch.arange(8, device=device_of(model))[None] % vocab)
+        if not self.at_head and not takes(model, "logits_to_keep"):
             raise PoSEError(
                 f"model={type(innermost(model)).__name__} changes its logits in its own way and takes no "
                 "logits_to_keep, so perplexity cannot be measured in pieces; use a transformers model class"
@@ -52,48 +49,51 @@ class TokenLoss:
         Returns:
             float32 [B, T-1] on the CPU
         """
-        batch, length = input_ids.shape
-        per_row = max(1, self.rows // batch)
-        losses = []
-        for start, hidden in self._pieces(input_ids, chunk, per_row, forward):
-            for first in range(0, hidden.shape[1], per_row):
-                begin, end = start + first, min(start + first + per_row, start + hidden.shape[1], length - 1)
-                if begin >= end:
-                    continue
-                logits = hidden[:, first : first + end - begin]
-                logits = self._logits(logits) if self.parts else logits
-                targets = input_ids[:, begin + 1 : end + 1]
-                losses.append(F.cross_entropy(logits.float().mT, targets, reduction="none").cpu())
-        return torch.cat(losses, 1)
-
-    def _pieces(
-        self, input_ids: torch.Tensor, chunk: int | None, per_row: int, forward: dict[str, Any]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first position, hidden states or, where the model has no parts, logits) piece by piece."""
         length = input_ids.shape[1]
-        if chunk is not None and chunk < length:
-            chunk = chunk if self.parts else min(chunk, per_row)
-            run, cache = self.parts[0] if self.parts else self.model, None
-            for start in range(0, length, chunk):
-                output = run(input_ids=input_ids[:, start : start + chunk], past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                yield start, output.last_hidden_state if self.parts else output.logits
-        elif self.parts:
-            yield 0, self._hidden(input_ids, **forward)
-        else:
-            for start in range(0, length - 1, per_row):
-                keep = torch.arange(start, min(start + per_row, length - 1), device=input_ids.device)
+        chunk = None if chunk is None or chunk >= length else chunk
+        run = self._at_head if self.at_head else self._in_pieces
+        return torch.cat(run(input_ids, chunk, forward), 1)
+
+    def _at_head(self, input_ids: torch.Tensor, chunk: int | None, forward: dict[str, Any]) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        per_row = max(1, self.rows // input_ids.shape[0])
+        start, step, cache = 0, chunk or input_ids.shape[1], None
+
+        def score(head: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            targets = input_ids[:, start + 1 : start + 1 + hidden.shape[1]]
+            for first in range(0, targets.shape[1], per_row):
+                piece = targets[:, first : first + per_row]
+                logits = self._after_head(head(hidden[:, first : first + piece.shape[1]]))
+                losses.append(_loss(logits, piece))
+            # What the model does to logits it may do to these.
+            return hidden.new_zeros(*hidden.shape[:-1], 1)
+
+        with head_doing(self.model, score):
+            for start in range(0, input_ids.shape[1], step):
+                piece = input_ids[:, start : start + step]
+                cached = {} if chunk is None else {"past_key_values": cache}
+                output = self.model(input_ids=piece, use_cache=chunk is not None, **cached, **forward)
+                cache = None if chunk is None else output.past_key_values
+        return losses
+
+    def _in_pieces(self, input_ids: torch.Tensor, chunk: int | None, forward: dict[str, Any]) -> list[torch.Tensor]:
+        losses, cache, length = [], None, input_ids.shape[1]
+        per_row = max(1, self.rows // input_ids.shape[0])
+        step = per_row if chunk is None else min(chunk, per_row)
+        for start in range(0, length - 1, step):
+            if chunk is None:
+                keep = torch.arange(start, min(start + step, length - 1), device=input_ids.device)
                 output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **forward)
-                yield start, output.logits
+            else:
+                piece = input_ids[:, start : start + step]
+                output = self.model(input_ids=piece, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+            targets = input_ids[:, start + 1 : start + step + 1]
+            losses.append(_loss(output.logits[:, : targets.shape[1]], targets))
+        return losses
 
-    def _hidden(self, input_ids: torch.Tensor, **forward: Any) -> torch.Tensor:
-        decoder, _ = self.parts  # type: ignore[misc]
-        return decoder(input_ids=input_ids, use_cache=False, **forward).last_hidden_state
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head, and what Cohere, Granite and Gemma 2 do to its output."""
-        _, head = self.parts  # type: ignore[misc]
-        logits = head(hidden)
+    def _after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        """What Cohere, Granite and Gemma 2 do to the output of the head."""
         config = innermost(self.model).config.get_text_config()
         if scale := getattr(config, "logit_scale", None):
             logits = logits * scale
@@ -103,15 +103,18 @@ class TokenLoss:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def _parts_that_agree(self, probe: torch.Tensor) -> tuple[Any, Any] | None:
+    def _agrees(self, probe: torch.Tensor) -> bool:
         if any(config.peft_type != "LORA" for config in getattr(self.model, "peft_config", {}).values()):
-            return None
+            return False
         try:
-            self.parts = decoder_and_head(self.model)
-            mine = self._logits(self._hidden(probe)).float()
-        except (PoSEError, RuntimeError, AttributeError, TypeError):
-            return None
-        whole = self.model(input_ids=probe, use_cache=False).logits.float()
+            mine = torch.cat(self._at_head(probe, None, {}) or [torch.empty(0, 0)], 1)
+        except (PoSEError, RuntimeError, AttributeError, TypeError, IndexError):
+            return False
+        whole = _loss(self.model(input_ids=probe, use_cache=False).logits[:, :-1], probe[:, 1:])
         tolerance = 1e-4 if next(self.model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
-        same = torch.allclose(mine, whole, rtol=tolerance, atol=tolerance * float(whole.abs().max()))
-        return self.parts if same else None
+        return mine.shape == whole.shape and torch.allclose(mine, whole, rtol=tolerance, atol=tolerance)
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[B, N, vocab] and [B, N] → float32 [B, N] on the CPU."""
+    return F.cross_entropy(logits.float().mT, targets, reduction="none").cpu()

@@ -51,7 +51,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     trainer.add_callback(callback)
     if collator.settings.evaluate is not None:
         # Imported here: most runs need nothing of it.
-        from pose_plugin.evaluation.callback import from_settings
+        from pose_plugin.evaluation.block import from_settings
 
         # Behind ours, so that the self-test comes before the first measurement.
         trainer.add_callback(from_settings(collator.settings))

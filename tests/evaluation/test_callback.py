@@ -6,7 +6,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.callback import EvaluationCallback, doubled
+from pose_plugin.evaluation.block import doubled
+from pose_plugin.evaluation.callback import EvaluationCallback
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 
@@ -125,16 +126,12 @@ def test_a_measurement_that_fails_does_not_end_the_training(make_llama, tokenize
     assert [(step, list(found)) for step, found in callback.more_results] == [(2, ["half"]), (4, ["half"])]
 
 
-def test_divided_weights_are_refused_before_the_first_step(make_llama, tokenizer, tmp_path):
+def test_fsdp_1_is_refused_before_the_first_step(make_llama, tokenizer, tmp_path):
+    FullyShardedDataParallel = type("FullyShardedDataParallel", (), {})
     model = make_llama()
-    model.lm_head.weight.ds_id = 0  # what ZeRO-3 leaves on a parameter
-    with pytest.raises(PoSEError, match=r"cannot run under ZeRO-3.*pose-plugin evaluate"):
+    model.model.layers[0].__class__ = type("Layer", (type(model.model.layers[0]), FullyShardedDataParallel), {})
+    with pytest.raises(PoSEError, match=r"cannot run under FSDP 1; set fsdp_version: 2.*pose-plugin evaluate"):
         train(model, tokenizer, tmp_path, [EvaluationCallback(passkey_lengths=[200])])
-    FSDPModule = type("FSDPModule", (), {})
-    layer = make_llama()
-    layer.model.layers[0].__class__ = type("FSDPLayer", (type(layer.model.layers[0]), FSDPModule), {})
-    with pytest.raises(PoSEError, match="cannot run under FSDP"):
-        train(layer, tokenizer, tmp_path, [EvaluationCallback(passkey_lengths=[200])])
 
 
 def test_default_lengths():

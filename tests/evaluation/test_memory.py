@@ -53,7 +53,7 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
     with torch.no_grad():
         loss = TokenLoss(model)
         if kind == "bare":
-            loss.parts, loss.rows = None, 26
+            loss.at_head, loss.rows = False, 26
         torch.testing.assert_close(loss(ids, 32), loss(ids), rtol=1e-4, atol=1e-4)
         for keep in (1, 6):
             torch.testing.assert_close(last_logits(model, ids, keep, 32), last_logits(model, ids, keep),

@@ -106,9 +106,16 @@ def test_logits_come_in_pieces(make_llama, tokenizer, monkeypatch):
     whole = perplexity(model, tokenizer, [some_ids(200)], [64], **QUIET)
     monkeypatch.setattr(token_loss, "LOGIT_BYTES", 400 * 4 * 10)
     seen = []
-    model.lm_head.register_forward_hook(lambda *a: seen.append(a[2].shape[0] * a[2].shape[1]))
+    head = model.lm_head.forward
+
+    def counted(hidden):
+        seen.append(hidden.shape[0] * hidden.shape[1])
+        return head(hidden)
+
+    model.lm_head.forward = counted
     pieces = perplexity(model, tokenizer, [some_ids(200)], [64], batch_size=2, **QUIET)
     assert max(seen) <= 10 and len(seen) > 6 * 5
+    assert model.lm_head.forward is counted
     assert pieces.by_length[64].loss == pytest.approx(whole.by_length[64].loss, rel=1e-6)
     assert LOGIT_BYTES == 64 * 2**20
 
@@ -150,6 +157,40 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
     expected, _, by_bucket = naive(model, [some_ids(50)], 16, 4, 4)
     assert result.by_length[16].perplexity == pytest.approx(expected, rel=1e-5)
     assert [b.loss for b in result.by_length[16].buckets] == pytest.approx(by_bucket, rel=1e-5)
+
+
+def test_autocast_is_no_reason_for_a_forward_a_piece(make_llama, tokenizer):
+    """Under mixed precision a head called beside the forward would compute in another type."""
+    from pose_plugin.evaluation.token_loss import TokenLoss
+
+    model = make_llama()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        loss = TokenLoss(model)
+        assert loss.at_head
+        ids = torch.tensor([some_ids(40)])
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        expected = F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+        torch.testing.assert_close(loss(ids), expected)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_a_model_without_logits_to_keep(make_llama):
+    from pose_plugin.evaluation._model import last_logits, prefill
+
+    model, ids = make_llama(), torch.tensor([some_ids(40), some_ids(40, 1)])
+    with torch.no_grad():
+        expected, full = last_logits(model, ids, 3), model.forward
+        sizes = []
+
+        def old(input_ids, past_key_values=None, use_cache=None):
+            output = full(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+            sizes.append(output.logits.shape[1])
+            return output
+
+        model.forward = old
+        torch.testing.assert_close(last_logits(model, ids, 3), expected)
+        torch.testing.assert_close(prefill(model, ids, 16)[0], expected[:, -1], rtol=1e-4, atol=1e-4)
+    assert set(sizes) == {3, 1} and "forward" not in vars(model.lm_head)
 
 
 def test_some_windows_spread_evenly(make_llama, tokenizer):

@@ -168,6 +168,7 @@ def seen(trainer: Any, model: Any) -> dict[str, Any]:
         "wrapped": type(trainer.model_wrapped).__name__,
         "losses": [line["loss"] for line in history if "loss" in line],
         "eval_losses": [line["eval_loss"] for line in history if "eval_loss" in line],
+        "measured": [line for line in history if "passkey/k_max" in line],
         "frequencies": frequencies(model),
         # bitsandbytes' layers on CPU cannot leave training mode.
         "logits": [] if getattr(model, "is_loaded_in_4bit", False) else logits_far_out(model),
