@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
-from tests.forked import forked
+from tests.forked import forked, good_ranks
+from tests.integration import distributed
 from tests.integration.axolotl_runs import base_yaml, import_axolotl, load_cfg, make_rows, train
 
 pytestmark = pytest.mark.axolotl
@@ -56,16 +58,22 @@ def learn(folder: Path, **changes: Any) -> dict[str, Any]:
     from pose_plugin.beacon import find_tuner
 
     ratios: list[list[int]] = []
+    lengths: list[int] = []
     before: dict[str, Any] = {}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        distributed.on_cpu("ddp")
+        changes |= {"plugins": ["pose_plugin", "tests.integration.recorder.OnCPU"], "micro_batch_size": 2 // world}
 
     def on_setup(model: Any, trainer: Any) -> None:
         tuner = find_tuner(model)
         plan = tuner.plan
 
-        def watched(*args: Any, **kwargs: Any) -> list[int]:
-            found = plan(*args, **kwargs)
+        def watched(cache: Any, tokens: int, *args: Any, **kwargs: Any) -> list[int]:
+            found = plan(cache, tokens, *args, **kwargs)
             if tuner.training and torch.is_grad_enabled():
                 ratios.append(found)
+                lengths.append(tokens)
             return found
 
         tuner.plan = watched
@@ -77,12 +85,20 @@ def learn(folder: Path, **changes: Any) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "ratios": ratios,
+        "lengths": lengths,
+        "world": trainer.args.world_size,
+        "kinds": sorted({type(m.get_base_layer()).__name__ for m in model.modules() if is_projection(m)}),
         "moved": [n for n, p in model.named_parameters() if not torch.equal(p, before[n])],
-        "logits": logits_of(model),
+        # bitsandbytes' layers on CPU cannot leave training mode.
+        "logits": [] if getattr(model, "is_loaded_in_4bit", False) else logits_of(model),
         "max": find_tuner(model).window.size,
         "dtype": str(find_tuner(model).embedding.row().dtype),
         "callbacks": [type(callback).__name__ for callback in trainer.callback_handler.callbacks],
     }
+
+
+def is_projection(module: Any) -> bool:
+    return type(module).__name__ == "BeaconLinear"
 
 
 def run(folder: Path, out: str, **changes: Any) -> Any:
@@ -155,6 +171,51 @@ def test_rope_and_beacons_together(home):
     assert both["max"] == 256 and all("beacon_" in name for name in both["moved"])
     saved = json.loads((home / "both" / "config.json").read_text())
     assert saved["max_position_embeddings"] == 256 and saved["rope_parameters"]["rope_type"] == "yarn"
+
+
+@pytest.fixture(scope="module")
+def two_lengths(home) -> dict[str, Any]:
+    """Texts of 4 and of 7 intervals, which Axolotl pads to 64 and 128 tokens."""
+    short, long = (make_rows(home / f"{n}.jsonl", low=n, high=n + 1).read_text().splitlines() for n in (50, 100))
+    mixed = [row for pair in zip(short[:12], long[:12], strict=True) for row in pair]
+    (home / "mixed.jsonl").write_text("\n".join(mixed) + "\n")
+    data = [{"path": str(home / "mixed.jsonl"), "ds_type": "json", "type": "completion", "field": "text"}]
+    return {"datasets": data, "dataset_prepared_path": str(home / "mixed"), "save_steps": None, "max_steps": 6}
+
+
+def test_two_ranks_draw_and_learn_what_one_process_does(home, two_lengths):
+    alone = run(home, "alone", **two_lengths).value
+    assert set(alone["lengths"]) == {64, 128}
+    case = functools.partial(learn, home, output_dir=str(home / "both_ranks"), **two_lengths)
+    environment = distributed.environment(distributed.Case("axolotl", "ddp", "lora"))
+    both = [outcome.value for outcome in good_ranks(case, **environment)]
+    assert [each["world"] for each in both] == [2, 2]
+    for each in both:
+        assert each["ratios"] == alone["ratios"] and each["lengths"] == alone["lengths"]
+        assert each["losses"] == pytest.approx(alone["losses"], abs=2e-4)
+        assert each["moved"] == alone["moved"]
+    assert both[0]["logits"] == pytest.approx(both[1]["logits"], abs=1e-5)
+    assert both[0]["logits"] == pytest.approx(alone["logits"], abs=2e-4)
+
+
+def test_a_base_that_was_saved_in_four_bits(home):
+    """Axolotl quantises for its own adapters only; a base that says so itself is loaded as it is."""
+    pytest.importorskip("bitsandbytes")
+
+    def quantise() -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+        asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(home / "base", quantization_config=asked, dtype=torch.float32)
+        base.save_pretrained(home / "base4")
+        AutoTokenizer.from_pretrained(home / "base").save_pretrained(home / "base4")
+
+    forked(quantise)
+    found = run(home, "four", base_model=str(home / "base4"), gradient_checkpointing=True, save_steps=None).value
+    assert found["kinds"] == ["Linear4bit"]
+    assert found["moved"] and all("beacon_" in name for name in found["moved"])
+    assert len(found["losses"]) == 4
 
 
 REFUSED = {

@@ -23,7 +23,9 @@ from tests.integration.trl_runs import make_model, words
 LENGTHS = (20, 40, 40, 70, 70, 90, 100, 110)  # intervals of 16 in a window of 64: from 2 to 7 a text
 
 
-def trainer_of(folder: Path, framework: str = "trl", adapter: dict[str, Any] | None = None, **config: Any) -> Any:
+def trainer_of(
+    folder: Path, framework: str = "trl", adapter: dict[str, Any] | None = None, quantised: bool = False, **config: Any
+) -> Any:
     """Four steps of two rows."""
     import torch
     from datasets import Dataset
@@ -52,6 +54,8 @@ def trainer_of(folder: Path, framework: str = "trl", adapter: dict[str, Any] | N
 
         args: Any = SFTConfig(**{"max_length": 128, **values})
         model, tokenizer = make_model(folder, extended=False)
+        if quantised:
+            model = four_bit(folder)
         torch.manual_seed(0)
         data = Dataset.from_list(rows)
         return SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, peft_config=beacon)
@@ -67,6 +71,14 @@ def trainer_of(folder: Path, framework: str = "trl", adapter: dict[str, Any] | N
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
+
+
+def four_bit(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=asked, dtype=torch.float32)
 
 
 def learn(folder: Path, framework: str = "trl", resume: str | None = None, **config: Any) -> dict[str, Any]:
@@ -88,9 +100,12 @@ def learn(folder: Path, framework: str = "trl", resume: str | None = None, **con
         return found
 
     tuner.plan = watched
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return {
+        "moved": [n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])],
+        "kinds": sorted({type(m.get_base_layer()).__name__ for m in trainer.model.modules() if has_base_layer(m)}),
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "drawn": drawn,
         "callbacks": [type(each).__name__ for each in trainer.callback_handler.callbacks],
@@ -98,6 +113,10 @@ def learn(folder: Path, framework: str = "trl", resume: str | None = None, **con
         "stage": distributed.stage(trainer),
         "world": trainer.args.world_size,
     }
+
+
+def has_base_layer(module: Any) -> bool:
+    return type(module).__name__ == "BeaconLinear"
 
 
 def run(folder: Path, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +178,21 @@ def test_plain_loss_without_checkpointing_gives_the_same_run(home, single):
 def test_the_transformers_trainer(home):
     found = run(home, "transformers").value
     assert found["callbacks"].count("BeaconCallback") == 1 and len(found["drawn"]) == 4
+
+
+def test_a_four_bit_base(home, single):
+    """With and without checkpointing; the base stays as it was quantised, and what is learned is much the same."""
+    pytest.importorskip("bitsandbytes")
+    found = run(home, quantised=True, output_dir=str(home / "four_bit")).value
+    assert found["kinds"] == ["Linear4bit"] and single.value["kinds"] == ["Linear"]
+    assert found["names"] == single.value["names"]
+    assert set(found["moved"]) <= set(found["names"])
+    # All of a layer's but what the last one's queries and outputs get, which is nothing.
+    assert len(found["moved"]) == len(found["names"]) - 2
+    assert found["drawn"] == single.value["drawn"]
+    assert found["losses"] == pytest.approx(single.value["losses"], abs=0.1) and found["losses"][0] > 0
+    plain = run(home, quantised=True, output_dir=str(home / "four_bit"), gradient_checkpointing=False).value
+    assert plain["losses"] == pytest.approx(found["losses"], abs=1e-5)
 
 
 REFUSED = {
