@@ -34,7 +34,8 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
             None: where more than one row is read at a time and the data has lengths.
 
     Raises:
-        PoSEError: packing, FSDP, context parallelism, reentrant checkpointing, or ZeRO-3 ranks that cannot be grouped.
+        PoSEError: packing, FSDP, context parallelism, reentrant checkpointing, or ZeRO-3 ranks that would read
+            different numbers of intervals.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, BeaconCallback):
@@ -188,6 +189,13 @@ def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler 
                 "with `input_ids`, or DDP or ZeRO-2"
             )
         return None
+    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    if must and interval % multiple and multiple % interval:
+        raise PoSEError(
+            f"interval={interval}: rows are padded to a multiple of {multiple} tokens, so that ranks whose texts have "
+            "the same number of intervals would read different ones, and under DeepSpeed ZeRO-3 wait for each other "
+            f"for ever. Use an interval that is a multiple of {multiple} (or divides it), or DDP or ZeRO-2"
+        )
     sampler = IntervalSampler(lengths, interval, rows, ranks, seed=int(args.data_seed or args.seed))
     trainer._get_train_sampler = lambda *_args, **_kwargs: sampler
     return sampler

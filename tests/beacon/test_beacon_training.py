@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from pose_plugin.beacon import (
     beacon_gradient_norm,
     check_beacon_gradients,
     find_tuner,
+    interval_count,
     set_ratio_step,
 )
 from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import lay_out
 from pose_plugin.errors import PoSEError
+from pose_plugin.integrations.beacon import _group
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
 
 
@@ -351,6 +354,34 @@ def test_figures_for_trainers(tokens):
     assert counted.num_correct_tokens.item() == figures.is_top1.sum().item()
     assert counted.entropy_sum.item() == pytest.approx((entropy * mask).sum().item(), rel=1e-5)
     assert counted.loss.item() == plain.loss.item()
+
+
+def trainer_for_two(stage: int, padding: int | None):
+    """As much of a trainer on two ranks as grouping looks at."""
+    return SimpleNamespace(
+        args=SimpleNamespace(world_size=2, per_device_train_batch_size=1, data_seed=None, seed=0, max_length=None),
+        train_dataset=[{"input_ids": [0] * tokens} for tokens in range(1, 400, 3)],
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))),
+        data_collator=SimpleNamespace(pad_to_multiple_of=padding),
+    )
+
+
+@pytest.mark.parametrize(("interval", "padding"), [(96, None), (128, 64), (32, 64), (96, 1), (96, 384)])
+def test_padded_ranks_read_the_same_number_of_intervals(interval, padding):
+    trainer = trainer_for_two(3, padding)
+    order = list(_group(trainer, interval, None))
+    multiple = padding or 1
+    padded = [-(-len(trainer.train_dataset[at]["input_ids"]) // multiple) * multiple for at in order]
+    counts = [interval_count(tokens, interval) for tokens in padded]
+    assert counts[::2] == counts[1::2] and len(set(counts)) > 1
+
+
+def test_padding_that_would_part_ranks_is_refused_under_zero3():
+    """100 tokens are padded to 128 and 190 to 192, both two intervals of 96; but 200 to 256 and 280 to 320, three and
+    four."""
+    with pytest.raises(PoSEError, match="interval=96: rows are padded to a multiple of 64 tokens"):
+        _group(trainer_for_two(3, 64), 96, None)
+    assert _group(trainer_for_two(2, 64), 96, None) is not None  # ranks wait for nothing within a step
 
 
 def test_writing_again_changes_nothing():
