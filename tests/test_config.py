@@ -61,6 +61,23 @@ REFUSED = [
         "pose: evaluate.tasks=gap needs evaluate.texts, files with text to measure on",
     ),
     (
+        {"evaluate": {"tasks": ["passkey", "longppl"]}, "train_length": 64},
+        "pose: evaluate.tasks=longppl needs evaluate.texts, files with text to measure on",
+    ),
+    (
+        {"evaluate": {"tasks": "short", "every": 5}, "train_length": 64},
+        "pose: evaluate.tasks=short needs evaluate.texts, files with text to measure on",
+    ),
+    (
+        {"evaluate": {"tasks": "longppl", "texts": "book.txt"}, "train_length": 64},
+        "pose: evaluate.tasks=longppl needs evaluate.evaluator, a long-context model with the same tokenizer, which "
+        "says before the first step which tokens need far text",
+    ),
+    (
+        {"evaluate": {"tasks": "short", "texts": "book.txt", "evaluator": "m"}, "train_length": 64},
+        "pose: evaluate.evaluator=m has no effect without longppl in evaluate.tasks",
+    ),
+    (
         {"evaluate": {"at_end": False}, "train_length": 64},
         "pose: evaluate never measures: set every, at_start or at_end, or remove the block",
     ),
