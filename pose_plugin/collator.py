@@ -21,7 +21,8 @@ import torch
 from pose_plugin.chat import turn_tokens
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
-from pose_plugin.positions import BORDERED, TurnTokens, Window, draw_windows, plain_window, turn_borders
+from pose_plugin.positions import BORDERED, Window, draw_windows, plain_window, turn_borders
+from pose_plugin.sentences import SentenceEnds
 
 Feature = Mapping[str, Any]
 Collate = Callable[..., Mapping[str, Any]]
@@ -61,7 +62,7 @@ class PositionCollator:
         # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest,
         # rows that show no borders, rows without one in their window.
         self._counts = torch.zeros(_MOST_WORKERS, 6, dtype=torch.int64).share_memory_()
-        self._turns: tuple[TurnTokens | None] | None = None
+        self._find: _Finder | None = None
 
     @property
     def epoch(self) -> int:
@@ -146,10 +147,10 @@ class PositionCollator:
         return windows
 
     def borders(self, features: Sequence[Feature]) -> list[np.ndarray | None]:
-        """Where each document may have a jump, for the samplers that ask; see `turn_borders`."""
-        if self._turns is None:
-            self._turns = (turn_tokens(self.tokenizer),)
-        return [turn_borders(_tokens(feature), _supervised(feature), *self._turns) for feature in features]
+        """Where each document may have a jump, for the samplers of `BORDERED`; see `turn_borders`, `SentenceEnds`."""
+        if self._find is None:
+            self._find = _Finder(self.settings.sampler, self.tokenizer)
+        return [self._find(feature) for feature in features]
 
     def _count(self, windows: list[Window], borders: list[np.ndarray | None] | None = None) -> None:
         info = torch.utils.data.get_worker_info()
@@ -344,7 +345,26 @@ def _per_token(value: Any, size: int) -> bool:
     return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
 
 
-def _supervised(feature: Feature) -> np.ndarray | None:
+class _Finder:
+    """Borders of a document. A class, as collators travel to workers by pickle."""
+
+    def __init__(self, sampler: str, tokenizer: Any) -> None:
+        self._turns = turn_tokens(tokenizer) if sampler == "turns" else None
+        self._sentences = SentenceEnds(tokenizer) if sampler == "sentences" else None
+
+    def __call__(self, feature: Feature) -> np.ndarray | None:
+        if self._sentences is not None:
+            return self._sentences.borders(_tokens(feature))
+        return turn_borders(_tokens(feature), supervised(feature), self._turns)
+
+
+def documents_of(row: Feature) -> list[Feature]:
+    """The documents of one row of a data set, as a training batch takes them."""
+    packs, _ = _as_packs([row])
+    return [_unpadded(feature) for feature in packs[0]]
+
+
+def supervised(feature: Feature) -> np.ndarray | None:
     """Which tokens are in the loss, shape (n,); None where the row does not say."""
     size = len(feature["input_ids"])
     if _per_token(feature.get("labels"), size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -270,9 +271,12 @@ def test_a_document_has_the_same_positions_packed_or_not():
 
 def test_packed_documents_start_at_zero_whatever_the_sampler():
     documents = [list(range(start, start + 3)) for start in range(10, 60)]
+    inner = [functools.partial(each) for each in (stack_packs, stack)]
+    for each in inner:
+        each.tokenizer = make_tokenizer()
     for sampler in SAMPLERS:
-        batch = collator(stack_packs, sampler=sampler)([rows(*documents)])
-        alone = collator(sampler=sampler)(rows(*documents))
+        batch = collator(inner[0], sampler=sampler)([rows(*documents)])
+        alone = collator(inner[1], sampler=sampler)(rows(*documents))
         assert batch["position_ids"][0, ::3].tolist() == [0] * 50, sampler
         assert batch["position_ids"][0].tolist() == alone["position_ids"].flatten().tolist(), sampler
 

@@ -19,10 +19,11 @@ from pose_plugin.integrations.requirements import (
     require_window,
     warn_of_other_settings,
 )
+from pose_plugin.integrations.rows import look_at_rows
 from pose_plugin.integrations.saving import complete_card, config_beside_shards, probe_of, resumable, with_our_card
 from pose_plugin.integrations.unsloth import is_unsloth, require_unsloth_fits
 from pose_plugin.log import log, show_log
-from pose_plugin.positions import coverage, simulable
+from pose_plugin.positions import BORDERED, WITHOUT_CHUNKS, coverage, simulable
 from pose_plugin.ranks import together
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
@@ -103,6 +104,10 @@ class PoSECallback(TrainerCallback):
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         with together():
             self._check(model)
+            report = look_at_rows(self.trainer.train_dataset, self.collator)
+        if report is not None and state.is_world_process_zero:
+            for warning in report.warnings(settings):
+                log.warning(warning)
         tokenizer = self.trainer.processing_class
         if getattr(tokenizer, "model_max_length", settings.target_length) < settings.target_length:
             tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
@@ -152,6 +157,15 @@ class PoSECallback(TrainerCallback):
                 "jump, %(tokens)d tokens, farthest position %(farthest)d",
                 trained,
             )
+            if trained.get("uncut") or trained.get("anywhere"):
+                log.warning(
+                    "sampler=%s: of %d documents %d have no border inside their window and stayed plain, and %d show "
+                    "none at all and were cut anywhere, as raw text is",
+                    self.collator.settings.sampler,
+                    trained["documents"],
+                    trained["uncut"],
+                    trained["anywhere"],
+                )
             if not trained["skipped"] and self.collator.settings.sampler != "none":
                 log.warning(
                     "no document had a jump, so nothing beyond %d tokens was trained. Look at chunks, train_length, "
@@ -165,7 +179,7 @@ class PoSECallback(TrainerCallback):
         frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
         if frozen:
             log.warning(frozen)
-        settles = settings.chunks == 1 and settings.sampler in ("pose", "clamped")
+        settles = settings.chunks == 1 and settings.sampler not in WITHOUT_CHUNKS
         if settles or settings.unskipped_ratio == 1 or settings.train_length == 1:
             log.warning(
                 "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
@@ -175,8 +189,9 @@ class PoSECallback(TrainerCallback):
                 settings.train_length,
             )
         elif settings.train_length is not None and settings.sampler != "none" and simulable(settings):
-            chances = coverage(settings, draws=500)
-            log.info("chance that one row of %d trains a distance\n%s", settings.train_length, chances.table())
+            chances = coverage(settings, draws=500 if settings.sampler != "sentences" else 100)
+            about = " (with borders as often as usual)" if settings.sampler in BORDERED else ""
+            log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances.table())
 
     def _self_test(self, args: Any) -> None:
         rows = 2 if args.per_device_train_batch_size > 1 else 1

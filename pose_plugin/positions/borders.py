@@ -51,9 +51,11 @@ def turn_borders(
         sorted indices of 1…n−1, shape (borders,); empty where there are answers and nothing between them to cut at;
         None for a row that shows no turns at all, as raw text does.
     """
-    found = _found(tokens, headers)
     if supervised is None or supervised.all():
-        return _by_headers(tokens, found, headers)
+        # An answer may quote a header.
+        places = sorted(set(headers_behind_ends(tokens, headers)) - {0})
+        return np.array(places, dtype=np.int64) if places else None
+    found = _found(tokens, headers)
     edges = np.flatnonzero(np.diff(supervised.astype(np.int8))) + 1
     bounds = [0, *edges.tolist(), len(tokens)]
     borders: set[int] = set()
@@ -82,16 +84,17 @@ def _of_gap(begin: int, end: int, size: int, found: dict[int, bool], headers: Tu
     return borders
 
 
-def _by_headers(tokens: np.ndarray, found: dict[int, bool], headers: TurnTokens | None) -> np.ndarray | None:
-    """All tokens are in the loss: only headers behind the end of a turn count, as an answer may quote one."""
-    if headers is None or not found:
-        return None
-    if headers.closing:
-        ends = np.flatnonzero(tokens == headers.closing[-1])
-        # White space may stand between.
-        found = {i: v for i, v in found.items() if i and ((ends < i) & (ends >= i - 2)).any()}
-    borders = np.array(sorted(set(found) - {0}), dtype=np.int64)
-    return borders if borders.size else None
+def headers_behind_ends(tokens: np.ndarray, headers: TurnTokens | None) -> dict[int, bool]:
+    """Headers that follow the end of a turn, or begin the row: index, and whether the assistant's.
+
+    Text that quotes a header alone is left out so; a text that quotes whole chats is not.
+    """
+    found = _found(tokens, headers)
+    if headers is None or not headers.closing:
+        return found
+    ends = np.flatnonzero(tokens == headers.closing[-1])
+    # White space may stand between.
+    return {i: v for i, v in found.items() if i == 0 or ((ends < i) & (ends >= i - 2)).any()}
 
 
 def _found(tokens: np.ndarray, headers: TurnTokens | None) -> dict[int, bool]:

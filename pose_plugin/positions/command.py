@@ -37,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target-length", type=int, required=True, help="L_t, the wanted window in tokens")
     add("--train-length", type=int, required=True, help="L_c, the trained window (Axolotl: sequence_len)")
-    add("--sampler", default="pose", help="pose, clamped, randpos or none (default pose)")
+    add("--sampler", default="pose", help="pose, clamped, randpos, cream, turns, sentences or none (default pose)")
     add("--chunks", type=int, default=2, help="N, the chunks of a window (default 2)")
     add("--variant", default="paper", help="paper or reference: first chunk at most half a window")
     add("--unskipped-ratio", type=float, default=0.0, help="share of rows left plain (default 0)")
     add("--target-margin", type=int, default=0, help="sample up to the target + margin (default 0)")
     add("--compare", metavar="LIST", default="", help="further samplers with commas; :N sets their chunks, "
         "e.g. pose:3,clamped,randpos")  # fmt: skip
+    add("--every", type=int, metavar="TOKENS", help="turns, sentences: tokens from one border of the simulated rows to "
+        "the next (default 25 for sentences, an eighth of the window for turns)")  # fmt: skip
     add("--rows", type=int, help="rows of the training: also print how many hold each distance")
     add("--distances", help="tokens with commas; default: marks up to the target")
     add("--draws", type=int, help=f"simulated rows (default {_DRAWS}; {_DRAWS_OF_MANY_CHUNKS} for randpos)")
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from pose_plugin.positions.coverage import coverage
     from pose_plugin.positions.figure import check_ending, draw_coverage, write_coverage
 
-    for name in ("rows", "draws"):
+    for name in ("rows", "draws", "every"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise PoSEError(f"--{name} {value} must be at least 1")
@@ -79,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
             check_ending(output)
     seen = {}
     for name, values in settings.items():
-        many = values.sampler == "randpos" or values.chunks > _MANY_CHUNKS
+        many = values.sampler in ("randpos", "sentences") or values.chunks > _MANY_CHUNKS
         draws = args.draws or (_DRAWS_OF_MANY_CHUNKS if many else _DRAWS)
-        seen[name] = coverage(values, draws=draws, seed=args.seed)
+        seen[name] = coverage(values, draws=draws, seed=args.seed, every=args.every)
     print(text(seen, distances, args.rows))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +134,7 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
     """Settings by the name of their line, the user's own first."""
     from pose_plugin.config import parse_settings
     from pose_plugin.positions.coverage import MOST_POSITIONS
+    from pose_plugin.positions.samplers import WITHOUT_CHUNKS
 
     own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     wanted = [own]
@@ -142,9 +145,10 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
         wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
     settings: dict[str, PoSESettings] = {}
     for values in wanted:
-        if values["sampler"] in ("randpos", "none"):
-            # They have no chunks; what --chunks says is for the others.
-            values = {name: value for name, value in values.items() if name not in ("chunks", "variant")}
+        # Some have no chunks or variant; what the options say is for the others.
+        without = ("chunks", "variant") if values["sampler"] in WITHOUT_CHUNKS else ("variant",)
+        if values["sampler"] in (*WITHOUT_CHUNKS, "turns"):
+            values = {name: value for name, value in values.items() if name not in without}
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)
     if args.target_length + args.target_margin > MOST_POSITIONS:
@@ -156,7 +160,9 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
 
 
 def _label(settings: PoSESettings) -> str:
-    if settings.sampler in ("randpos", "none"):
+    from pose_plugin.positions.samplers import WITHOUT_CHUNKS
+
+    if settings.sampler in WITHOUT_CHUNKS:
         return settings.sampler
     chunks = f"{settings.chunks} chunk{'s' if settings.chunks != 1 else ''}"
     reference = ", reference" if settings.variant == "reference" else ""

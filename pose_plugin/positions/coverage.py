@@ -10,6 +10,7 @@ from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
+from pose_plugin.positions.samplers import BORDERED
 from pose_plugin.positions.windows import _layout
 
 # Above this many chunks the pairs of chunks outnumber what an autocorrelation costs.
@@ -55,7 +56,14 @@ class Coverage:
         return f"distance  {head}\nchance    {body}"
 
 
-def coverage(settings: PoSESettings, window: int | None = None, draws: int = 8000, seed: int = 0) -> Coverage:
+# What a sentence has, roughly, in the tokens of today's vocabularies.
+_SENTENCE = 25
+_TURNS = 8
+
+
+def coverage(
+    settings: PoSESettings, window: int | None = None, draws: int = 8000, seed: int = 0, every: int | None = None
+) -> Coverage:
     """Simulates rows of `window` tokens and counts which distances each of them holds.
 
     Compare Figure 5 of the PoSE paper (arXiv 2309.10400).
@@ -65,6 +73,8 @@ def coverage(settings: PoSESettings, window: int | None = None, draws: int = 800
         window: n in tokens; default `settings.train_length`.
         draws: rows to simulate; the standard error of a chance p is √(p(1−p)/draws).
         seed: of the simulation.
+        every: for samplers that jump at borders: tokens from one border of the simulated rows to the next; default 25
+            for sentences, an eighth of the window for turns. The real ones are known when the data is.
 
     Raises:
         PoSEError: neither `window` nor `train_length` is given, or the target is too large to simulate.
@@ -80,14 +90,23 @@ def coverage(settings: PoSESettings, window: int | None = None, draws: int = 800
         )
     generator = np.random.default_rng(seed)
     counts = np.zeros(target + 1)
+    borders = None
     chunks = size if settings.sampler == "randpos" else min(settings.chunks, size)
+    if settings.sampler in BORDERED:
+        every = every or (_SENTENCE if settings.sampler == "sentences" else max(size // _TURNS, 1))
+        borders = np.arange(every, size, every)
+    if settings.sampler == "sentences" and borders is not None:
+        chunks = len(borders) + 1
+    elif settings.sampler == "cream":
+        chunks = 3
     by_intervals = chunks <= _MOST_CHUNKS_FOR_INTERVALS
     step = max(1, min(draws, (1 << 20) // (chunks * chunks if by_intervals else 4 * target)))
     for begin in range(0, draws, step):
         rows = min(step, draws - begin)
         windows = np.full(rows, size, dtype=np.int64)
         documents = np.full(rows, max(size, target), dtype=np.int64)
-        layout, _ = _layout(documents, windows, Draws(generator, rows), settings)
+        offered = None if borders is None else [borders] * rows
+        layout, _ = _layout(documents, windows, Draws(generator, rows), settings, offered)
         if by_intervals:
             counts += _count_by_intervals(layout, target)
         else:

@@ -9,7 +9,9 @@ Which distances each trains (`coverage` measures it for any settings):
   than two chunks the skips still grow one after the other, so the first jumps tend to be the widest.
 - `clamped`: the farthest distances as often as the others, and a share of rows left plain.
 - `randpos`: all distances, but hardly any two neighbouring tokens at distance 1.
+- `cream`: the tail always at the end of the target, so that the distances to it are trained most (cream.py).
 - `turns`: as `pose`, with jumps between the turns of a chat only (at_borders.py).
+- `sentences`: a jump behind every sentence; near distances beyond a sentence are rarer than with `pose`.
 - `none`: 1…n−1 only.
 """
 
@@ -19,8 +21,9 @@ from typing import Protocol
 
 import numpy as np
 
-from pose_plugin.positions.at_borders import Borders, turns
+from pose_plugin.positions.at_borders import Borders, sentences, turns
 from pose_plugin.positions.chunks import SamplerOptions, chunk_lengths, growing_skips
+from pose_plugin.positions.cream import cream
 from pose_plugin.positions.draws import Draws, integers
 from pose_plugin.positions.layout import Layout
 
@@ -94,6 +97,16 @@ def none(
     return Layout(windows[:, None].astype(np.int64), np.zeros((len(windows), 1), dtype=np.int64))
 
 
-SAMPLERS: dict[str, Sampler] = {"pose": pose, "clamped": clamped, "randpos": randpos, "turns": turns, "none": none}
+SAMPLERS: dict[str, Sampler] = {
+    "pose": pose,
+    "clamped": clamped,
+    "randpos": randpos,
+    "cream": cream,
+    "turns": turns,
+    "sentences": sentences,
+    "none": none,
+}
 # Their jumps stand where the text allows it.
-BORDERED = ("turns",)
+BORDERED = ("turns", "sentences")
+# The number of their chunks is not a setting.
+WITHOUT_CHUNKS = ("randpos", "cream", "sentences", "none")

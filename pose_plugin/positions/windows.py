@@ -85,6 +85,11 @@ def _layout(
     if settings.content == "aligned":
         # v_i = u_i: a chunk is put where its text really stands, which can be no farther than the text goes.
         targets = np.minimum(targets, sizes)
+    piece: np.ndarray | None = None
+    if borders is not None and settings.content == "window":
+        # Which borders lie in the window is known once its place is.
+        piece = integers(draws.uniform(1), np.zeros_like(sizes)[:, None], (sizes - windows)[:, None])
+        borders = [offered if offered is None else offered - piece[row] for row, offered in enumerate(borders)]
     layout = SAMPLERS[settings.sampler](windows, targets, draws, settings, borders)
     skips = np.where(keep_plain[:, None], 0, layout.skips)
     layout = Layout(layout.lengths, skips)
@@ -93,6 +98,8 @@ def _layout(
     if settings.content == "aligned":
         return layout, skips
     shifts = np.zeros_like(skips)
+    if piece is not None:
+        return layout, shifts + piece
     uniform = draws.uniform(skips.shape[1])
     if settings.content == "window":
         shifts[:] = integers(uniform[:, :1], shifts[:, :1], (sizes - windows)[:, None])
