@@ -182,6 +182,11 @@ class PoSESettings(_Strict):
                 f"content={self.content} takes pieces out of a document, and a chat without its beginning or middle is "
                 "another chat: sampler=turns reads chats whole. Remove content, or drop rows longer than train_length"
             )
+        if self.sampler == "sentences" and self.content in ("skip", "aligned"):
+            raise ValueError(
+                f"content={self.content} would leave text out behind every sentence; with sampler=sentences write "
+                "content: window, which takes one piece from anywhere in the document"
+            )
         if self.content in ("skip", "aligned") and (self.sampler in ("none", "randpos") or self.chunks == 1):
             raise ValueError(
                 f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
@@ -193,7 +198,7 @@ class PoSESettings(_Strict):
                 f"tokens, e.g. lengths: [{max(1, self.target_length // 4)}, {self.target_length}]"
             )
         for name in ("chunks", "variant"):
-            without = ("none", "randpos") if name == "chunks" else ("none", "randpos", "turns")
+            without = ("none", "randpos", "cream", "sentences", *(("turns",) if name == "variant" else ()))
             if self.sampler in without and name in self.model_fields_set:
                 raise ValueError(
                     f"{name}={getattr(self, name)} has no effect with sampler={self.sampler}; remove it, or write "

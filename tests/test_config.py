@@ -112,8 +112,8 @@ REFUSED = [
     ),
     (
         {"sampler": "posse"},
-        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos', 'turns' or 'none' (where the chunks "
-        "of a window are put)",
+        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos', 'cream', 'turns', 'sentences' or 'none' "
+        "(where the chunks of a window are put)",
     ),
     (
         {"content": "skip"},
