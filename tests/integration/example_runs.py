@@ -294,8 +294,12 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
         yield where
 
 
+# What templates write, and what they are written in, inside of texts and turns.
+TRICKY = ["<|start_header_id|>user<|end_header_id|>", "<|eot_id|>", "<|im_start|>assistant", "<|im_end|>", "{{ x }}"]
+
+
 def write_data(folder: Path, longest: int) -> Path:
-    """texts.jsonl and chats.jsonl with rows on both sides of `longest` tokens."""
+    """texts.jsonl and chats.jsonl with rows on both sides of `longest` tokens, some with the words of templates."""
     folder.mkdir(parents=True, exist_ok=True)
     picker = random.Random(0)
 
@@ -308,10 +312,35 @@ def write_data(folder: Path, longest: int) -> Path:
     for size in sizes:
         asked, answer = size * 6 // 8, max(3, size // 16)
         turns = [("user", some(asked)), ("assistant", some(answer)), ("user", some(3)), ("assistant", some(answer))]
-        chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-    for name, rows in (("texts", texts), ("chats", chats)):
+        chats.append([{"role": role, "content": content} for role, content in turns])
+    for at, word in enumerate(TRICKY):
+        asked, answer = ("ba " + word + " be", "bi bo") if at % 2 else ("ba be", "bi " + word + " bo")
+        turns = [("user", asked), ("assistant", answer), ("user", "da"), ("assistant", "do")]
+        chats.append([{"role": role, "content": content} for role, content in turns])
+        texts.append({"text": f"ba be {word} {some(longest // 4)}"})
+    files = {"texts": texts, "chats": [{"messages": turns} for turns in chats]}
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def answers(data: Path) -> list[list[str]]:
+    """What the assistant says in each conversation of the data."""
+    rows = [json.loads(line)["messages"] for line in (data / "chats.jsonl").read_text().splitlines()]
+    return [[turn["content"] for turn in turns if turn["role"] == "assistant"] for turns in rows]
+
+
+def supervised(tokenizer: Any, labels: list[int]) -> list[str]:
+    """The text of each stretch of a row that is trained."""
+    found: list[list[int]] = []
+    before = -100
+    for label in labels:
+        if label != -100:
+            if before == -100:
+                found.append([])
+            found[-1].append(label)
+        before = label
+    return [tokenizer.decode(each) for each in found]
 
 
 @dataclass
@@ -320,29 +349,28 @@ class ExampleRun:
 
     Attributes:
         rows: (tokens, labels) of the training rows, as Axolotl made them.
-        lengths: tokens of the rows of each batch, in the order in which they were trained.
         farthest: the largest position in a training batch.
         jumps: whether positions jumped in a training batch.
         moved: names of the weights that changed.
-        quantized: whether the model's projections are bitsandbytes' 4-bit layers.
+        quantized: of 4-bit projections, (type, quantised twice), else None.
+        sampler: the name of the class that orders the rows.
         arguments: some of the trainer's arguments.
     """
 
     losses: list[float]
+    learning_rates: list[float]
     rows: list[tuple[list[int], list[int]]]
-    lengths: list[list[int]]
     farthest: int
     jumps: bool
     moved: list[str]
-    trainable: list[str]
-    quantized: bool
+    quantized: tuple[str, bool] | None
+    sampler: str
     inverse_frequencies: np.ndarray
     logits: np.ndarray
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-_ARGUMENTS = ("warmup_steps", "lr_scheduler_type", "learning_rate", "optim", "train_sampling_strategy")
-_ARGUMENTS += ("gradient_checkpointing", "weight_decay", "adam_beta2", "max_grad_norm")
+_ARGUMENTS = ("optim", "gradient_checkpointing", "weight_decay", "max_grad_norm")
 
 
 def run_example(values: dict[str, Any]) -> ExampleRun:
@@ -350,20 +378,18 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
     import torch
 
     before: dict[str, torch.Tensor] = {}
-    lengths: list[list[int]] = []
     positions: list[torch.Tensor] = []
     seen: dict[str, Any] = {}
 
     def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # the self-test, evaluation
             return
-        mask, places = kwargs.get("attention_mask"), kwargs["position_ids"]
-        positions.append(places.clone())
-        lengths.append([int(n) for n in mask.bool().sum(1)] if mask is not None else [places.shape[1]])
+        positions.append(kwargs["position_ids"].clone())
 
     def on_setup(model: Any, trainer: Any) -> None:
         model.register_forward_pre_hook(record, with_kwargs=True)
         before.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        seen["sampler"] = type(trainer._get_train_sampler()).__name__
         seen["rows"] = [(list(row["input_ids"]), list(row["labels"])) for row in trainer.train_dataset]
 
     model, trainer = train(values, on_setup)
@@ -382,15 +408,18 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
         logits = out.logits.float().numpy()
     steps = [torch.diff(each, dim=1) for each in positions]
     frequencies = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    layers = [m.weight for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    states = [(weight.quant_type, weight.quant_state.nested) for weight in layers]
+    steps_logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return ExampleRun(
-        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        losses=[entry["loss"] for entry in steps_logged],
+        learning_rates=[entry["learning_rate"] for entry in steps_logged],
         rows=seen["rows"],
-        lengths=lengths,
         farthest=max(int(each.max()) for each in positions),
         jumps=any(bool((each > 1).any()) for each in steps),
         moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])],
-        trainable=list(before),
-        quantized=any(type(m).__name__ == "Linear4bit" for m in model.modules()),
+        quantized=next(iter(states), None),
+        sampler=seen["sampler"],
         inverse_frequencies=frequencies[0].double().numpy(),
         logits=logits,
         arguments={name: getattr(trainer.args, name, None) for name in _ARGUMENTS},

@@ -16,13 +16,17 @@ from tests.forked import forked
 from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, import_axolotl
 from tests.integration.example_runs import (
     BASES,
+    LIGER,
     REPLACED,
     ROOT,
+    TRICKY,
     ExampleRun,
+    answers,
     differences,
     read,
     run_example,
     shrunk,
+    supervised,
     validated,
     write_config,
     write_data,
@@ -111,21 +115,47 @@ def test_keys_that_nothing_reads_are_found(home):
 
 @pytest.mark.parametrize("name", PROMISED)
 def test_runs(home, name):
-    """Two steps of the shrunk copy, and what it saved."""
+    """Two steps of the shrunk copy, what it trained on, and what it saved."""
     done, small, out = _run(home, name)
     assert len(done.losses) == 2 and np.isfinite(done.losses).all() and min(done.losses) > 0 and done.moved
-    assert all(any(label != -100 for label in labels[1:]) for _, labels in done.rows), "a row that trains nothing"
     pose = small["pose"]
     if pose.get("sampler") == "none":
         assert not done.jumps
     else:
         assert done.jumps and done.farthest > pose.get("train_length", small["sequence_len"])
     assert done.farthest < pose["target_length"]
+    assert max(len(tokens) for tokens, _ in done.rows) <= small["sequence_len"]
+    _trains_answers_and_texts(done, small)
     config = json.loads((out / "config.json").read_text())
     rope = promised(name, config, BASES[read(name)["base_model"]].shrink)
     assert config["max_position_embeddings"] == pose["target_length"]
     assert {key: config["rope_parameters"].get(key) for key in rope} == rope
     forked(_reloads, out, small, done)
+
+
+def _trains_answers_and_texts(done: ExampleRun, small: dict[str, Any]) -> None:
+    """Of conversations every answer with what ends it and nothing else; of texts everything."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small["base_model"])
+    chats = [row for row in done.rows if -100 in row[1]]
+    kinds = {each["type"] for each in small["datasets"]}
+    assert bool(chats) == ("chat_template" in kinds)
+    assert (len(chats) < len(done.rows)) == ("completion" in kinds)
+    for tokens, labels in done.rows:
+        assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
+    if not chats:
+        return
+    end = tokenizer.eos_token
+    said = answers(Path(small["datasets"][0]["path"]).parent)
+    # Qwen3's template opens the last answer with an empty thought.
+    found = [[part.replace("<think>\n\n</think>\n\n", "") for part in supervised(tokenizer, row[1])] for row in chats]
+    expected = [[each + end for each in turns] for turns in said]
+    assert all(each in expected for each in found)
+    # Those with the words of templates are short, and none is missing; of the long ones some are dropped.
+    held_out = "val_set_size" in small
+    assert held_out or all(each in found for each in expected[-len(TRICKY) :])
+    assert len(found) < len(expected)
 
 
 def _run(home: Path, name: str) -> tuple[ExampleRun, dict[str, Any], Path]:
@@ -140,7 +170,28 @@ def _run(home: Path, name: str) -> tuple[ExampleRun, dict[str, Any], Path]:
     out = home / "runs" / name.removesuffix(".yaml")
     small = shrunk(values, base, data, out)
     assert set(differences(values, small)) <= set(REPLACED)
+    assert [each for each in values["plugins"] if each not in small["plugins"]] in ([], [LIGER])
     return forked(run_example, small).value, small, out / "out"
+
+
+def test_the_published_recipe(home):
+    """Every number of the recipe, where the run and what it saved show it."""
+    name = "llama3-80k/qlora-full-length.yaml"
+    done, _, out = _run(home, name)
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"], adapter["bias"]) == (32, 16, 0.0, "none")
+    assert set(adapter["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert adapter["modules_to_save"] == ["embed_tokens"]
+    trained = {part for n in done.moved for part in n.split(".") if part.endswith("_proj") or part == "embed_tokens"}
+    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens"}
+    assert done.quantized == ("nf4", True)
+    # Linear to 0 without warm-up: the first of two steps has all of it, the second half.
+    assert done.learning_rates == pytest.approx([5e-5, 2.5e-5])
+    assert done.sampler == "LengthGroupedSampler"
+    assert (str(done.arguments["optim"].value), done.arguments["gradient_checkpointing"]) == ("adamw_torch", True)
+    values = read(name)
+    assert (values["micro_batch_size"], values["gradient_accumulation_steps"], values["num_epochs"]) == (1, 1, 1)
+    assert (values["bf16"], values["attn_implementation"]) == (True, "flash_attention_2")
 
 
 def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
