@@ -278,14 +278,20 @@ def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradien
         assert isinstance(found, CaseError) and "use ZeRO-2 there" in str(found)
 
 
-def test_the_example(home, tmp_path):
+def test_the_launcher_and_the_example(tmp_path):
+    """`accelerate launch` with the committed DDP file, two processes on CPU."""
     root = Path(__file__).parents[2]
     script = root / "example_configs" / "beacon" / "trl_beacon.py"
     rows = [{"text": f"Line {at} of a text. " * 20} for at in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, str(script), "--data", str(tmp_path / "rows.jsonl")]
-    command += ["--steps", "2", "--batch-size", "2", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["--config_file", str(distributed.CONFIGS / "accelerate" / "ddp.yaml"), "--mixed_precision", "no"]
+    command += [str(script), "--data", str(tmp_path / "rows.jsonl")]
+    command += ["--steps", "2", "--batch-size", "1", "--output", str(tmp_path / "out")]
+    variables = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=root, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("saved to ") == 2  # each rank says it
+    assert (done.stdout + done.stderr).count("the first step that condensed left a gradient") == 1
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (saved["peft_type"], saved["interval"]) == ("POSE_PLUGIN_BEACON", 32)
