@@ -22,7 +22,6 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations import axolotl_beacon as beacon
-from pose_plugin.integrations.precision import keep_small_steps
 from pose_plugin.integrations.trainer import bind
 from pose_plugin.log import log, show_log
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
@@ -121,7 +120,6 @@ class PosePlugin(BasePlugin):
             )
         self._bound = bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
         self._bound.data = [str(each["path"]) for each in cfg.get("datasets") or [] if each.get("path")]
-        keep_small_steps(trainer)
 
     def post_train(self, cfg: Any, model: Any) -> None:
         # The process group is gone by the second call, so the rank is read from what the launcher has set.

@@ -13,6 +13,7 @@ from pose_plugin.attention import RestartBoundaries, needs_one_row, require_pack
 from pose_plugin.collator import PositionCollator
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.frozen import warning_of_frozen_parts
+from pose_plugin.integrations.precision import keep_small_steps
 from pose_plugin.integrations.requirements import (
     require_same_rope,
     require_whole_rows,
@@ -35,7 +36,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
     """Lets a trainer and its collator know of each other.
 
     The collator learns the epoch; evaluation gets plain positions; the run is checked before its first step;
-    what is saved holds the extended config.
+    what is saved holds the extended config; whole modules beside an adapter are trained in float32.
 
     Args:
         trainer: with `trainer.data_collator` set.
@@ -43,6 +44,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         pack: how rows are packed, see `self_test`.
     """
     show_log()
+    keep_small_steps(trainer)
     collator.packs = pack is not None
     # Evaluation may pack too, with a collator of its own.
     for each in (collator, getattr(trainer, "eval_data_collator", None)):
