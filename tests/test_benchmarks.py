@@ -147,3 +147,18 @@ def test_the_gpu_checks_run_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     verdicts = json.loads((tmp_path / "gpu.json").read_text())["checks"]
     assert len(verdicts) > 5 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
+
+
+def test_the_smollm2_run_in_small(tmp_path):
+    """Trains through Axolotl and judges by the command as the real one does, and makes every table and the picture."""
+    pytest.importorskip("axolotl", reason="Axolotl is not installed")
+    run = [sys.executable, str(FOLDER / "smollm2" / "run.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    result = json.loads((tmp_path / "smollm2.json").read_text())
+    assert list(result["models"]) == ["base", "yarn, RoPE only", "yarn, no skip", "yarn, PoSE"]
+    losses = [row["gap"]["512"] for row in result["models"].values()]
+    assert len(set(losses)) == 4, "two of the models are the same"
+    assert (tmp_path / "smollm2.png").read_bytes().startswith(b"\x89PNG")
+    for name in result["models"]:
+        assert done.stdout.count(f"| {name} |") == 4
