@@ -49,17 +49,31 @@ def complete_card(folder: str | Path) -> None:
 
 
 def with_our_card(trainer: Trainer) -> None:
-    """Frameworks write README.md anew at the end, at checkpoints and at uploads."""
+    """Frameworks write README.md anew at the end, at checkpoints and at uploads.
+
+    One that was there before the run may hold somebody's words, so it stays; our part is put into it.
+    """
     create = trainer.create_model_card
+    before = _card_of(trainer).exists()
+    if before and trainer.is_world_process_zero():
+        log.info("%s is there already: its text stays, and our part is put into it", _card_of(trainer))
 
     @functools.wraps(create)
     def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        card = _card_of(trainer)
+        kept = card.read_bytes() if before and card.exists() and trainer.is_world_process_zero() else None
         result = create(*args, **kwargs)
         if trainer.is_world_process_zero():
-            complete_card(trainer.args.output_dir or ".")
+            if kept is not None:
+                card.write_bytes(kept)
+            complete_card(card.parent)
         return result
 
     trainer.create_model_card = create_model_card  # type: ignore[method-assign]
+
+
+def _card_of(trainer: Trainer) -> Path:
+    return Path(trainer.args.output_dir or ".") / "README.md"
 
 
 def config_beside_shards(config: Any, folder: Path) -> None:

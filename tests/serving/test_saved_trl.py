@@ -65,8 +65,14 @@ def test_embeddings_and_norms_are_trained_and_saved(ran):
     assert "leaves" not in outcome.output
 
 
-def test_frozen_embeddings_and_norms_are_told(tmp_path):
+def test_frozen_embeddings_and_norms_are_told_and_a_card_that_was_there_keeps_its_text(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\nWords of mine.\n")
     output = forked(run_lora, tmp_path, None).output
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "# Mine\n\nWords of mine." in text and "license: mit" in text and text.count("pose-plugin: begin") == 1
+    assert "a context window of 512 tokens" in text and "was trained with SFT" not in text
+    assert output.count("its text stays, and our part is put into it") == 1
     assert output.count("the adapter leaves embeddings and norms frozen, and 64 → 512 tokens is a stretch by 8") == 1
 
 
@@ -98,5 +104,6 @@ def test_card_beside_trls_own(ran):
     assert text.count("<!-- pose-plugin: begin -->") == text.count("<!-- pose-plugin: end -->") == 1
     assert "a context window of 512 tokens" in text and "| window, tokens | 64 → 512 (8×) |" in text
     # TRL's part stays behind ours.
+    assert "was trained with SFT" in text
     assert text.index("pose-plugin: end") < text.index("TRL")
     assert json.loads((ran[0] / "out" / "pose.json").read_text())["target_length"] == 512
