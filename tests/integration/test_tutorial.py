@@ -40,8 +40,8 @@ def _smaller(word: str) -> str:
 
 
 def test_smaller_lengths():
-    said = ["8192,32768,81920", "target_length=81920,rope=base,theta=200000000", "10", "qlora-80k"]
-    assert [*map(_smaller, said)] == ["512,2048,5120", "target_length=5120,rope=base,theta=200000000", "10", "qlora-80k"]
+    said = ["8192,32768,81920", "target_length=81920,theta=200000000", "10", "qlora-80k"]
+    assert [*map(_smaller, said)] == ["512,2048,5120", "target_length=5120,theta=200000000", "10", "qlora-80k"]
 
 
 def _run(line: list[str]) -> int:
