@@ -70,6 +70,8 @@ def prepare(cfg: Any) -> None:
                 f"{key}={cfg.get(key)} divides rows or projections over devices, and beacons read a row in intervals "
                 f"with whole projections. Set {key}: 1: DDP or ZeRO uses the devices"
             )
+    if cfg.get("load_in_4bit"):
+        _quantise(cfg)
     pose = cfg.get("pose")
     if pose is not None and pose.get("sampler", "pose") != "none":
         raise PoSEError(
@@ -93,13 +95,28 @@ def prepare(cfg: Any) -> None:
             )
 
 
+def _quantise(cfg: Any) -> None:
+    """Axolotl quantises for adapter: lora and qlora only, and would load the base unquantised, without a word: what it
+    would say for qlora is said to transformers instead."""
+    dtype = "bfloat16" if cfg.get("bf16") else "float16" if cfg.get("fp16") else "float32"
+    asked = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+        **dict(cfg.get("bnb_config_kwargs") or {}),
+    }
+    given = dict(cfg.get("overrides_of_model_kwargs") or {})
+    cfg["overrides_of_model_kwargs"] = {"quantization_config": asked, **given}
+    cfg["load_in_4bit"] = None
+    log.info("beacons: the base is loaded in 4 bits, %s", {k: v for k, v in asked.items() if k != "load_in_4bit"})
+
+
 _REFUSED = {
     "sample_packing": "several texts in a row would be condensed into one another. Write sample_packing: false",
     "eval_sample_packing": "several texts in a row would be condensed into one another. Write false",
-    "load_in_4bit": "Axolotl quantises for adapter: lora and qlora only and would load the base unquantised, without "
-    "a word. Leave it out, or train a 4-bit base through TRL with peft_config=BeaconConfig(…)",
     "load_in_8bit": "Axolotl quantises for adapter: lora and qlora only and would load the base unquantised, without "
-    "a word. Leave it out, or train through TRL with peft_config=BeaconConfig(…)",
+    "a word. Write load_in_4bit, or train through TRL with peft_config=BeaconConfig(…)",
     "gptq": "it has not been tried",
     "merge_lora": "beacon projections act on beacon rows only and cannot be merged. Load the adapter as it is: "
     "import pose_plugin.beacon, then peft.PeftModel.from_pretrained(base, output_dir)",

@@ -198,24 +198,14 @@ def test_two_ranks_draw_and_learn_what_one_process_does(home, two_lengths):
     assert both[0]["logits"] == pytest.approx(alone["logits"], abs=2e-4)
 
 
-def test_a_base_that_was_saved_in_four_bits(home):
-    """Axolotl quantises for its own adapters only; a base that says so itself is loaded as it is."""
+def test_a_four_bit_base(home):
+    """Axolotl quantises for its own adapters only; here transformers is told."""
     pytest.importorskip("bitsandbytes")
-
-    def quantise() -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-        asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        base = AutoModelForCausalLM.from_pretrained(home / "base", quantization_config=asked, dtype=torch.float32)
-        base.save_pretrained(home / "base4")
-        AutoTokenizer.from_pretrained(home / "base").save_pretrained(home / "base4")
-
-    forked(quantise)
-    found = run(home, "four", base_model=str(home / "base4"), gradient_checkpointing=True, save_steps=None).value
-    assert found["kinds"] == ["Linear4bit"]
-    assert found["moved"] and all("beacon_" in name for name in found["moved"])
-    assert len(found["losses"]) == 4
+    found = run(home, "four", load_in_4bit=True, gradient_checkpointing=True, save_steps=None)
+    assert found.value["kinds"] == ["Linear4bit"]
+    assert found.value["moved"] and all("beacon_" in name for name in found.value["moved"])
+    assert len(found.value["losses"]) == 4
+    assert "the base is loaded in 4 bits" in found.output
 
 
 REFUSED = {
@@ -223,7 +213,6 @@ REFUSED = {
     "a wrong value": ({"beacon": {"interval": 16, "mask": "half"}}, "beacon.mask: 'half'"),
     "no block": ({"beacon": 3}, "beacon=3 must be a block"),
     "packing": ({"sample_packing": True}, "sample_packing=True cannot go with adapter: beacon"),
-    "4 bit": ({"load_in_4bit": True}, "would load the base unquantised"),
     "8 bit": ({"load_in_8bit": True}, "would load the base unquantised"),
     "merging": ({"merge_lora": True}, "cannot be merged"),
     "another adapter": ({"adapter": "lora", "lora_r": 4}, "add adapter: beacon"),
