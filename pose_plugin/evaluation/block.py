@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -226,22 +227,23 @@ class LongPPLTask:
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
     """Within a distributed run a model is loaded whole, on every rank: not divided (ZeRO-3), not empty (FSDP)."""
-    import os
-
+    from transformers import modeling_utils
     from transformers.integrations import deepspeed
 
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    said = os.environ.get(name)
-    deepspeed.unset_hf_deepspeed_config()
+    name, variable = "is_deepspeed_zero3_enabled", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    # Both, as Axolotl replaces them too.
+    kept, said = [(module, getattr(module, name)) for module in (modeling_utils, deepspeed)], os.environ.get(variable)
+    for module, _ in kept:
+        setattr(module, name, lambda: False)
     if said is not None:
-        os.environ[name] = "false"
+        os.environ[variable] = "false"
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
+        for module, function in kept:
+            setattr(module, name, function)
         if said is not None:
-            os.environ[name] = said
+            os.environ[variable] = said
 
 
 @contextmanager
