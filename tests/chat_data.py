@@ -60,3 +60,47 @@ def chats(count: int = 12) -> list[dict[str, Any]]:
     """Two questions and two answers each, of three to six words."""
     picker = random.Random(1)
     return [chat(*(picker.randrange(3, 7) for _ in range(4)), seed=i) for i in range(count)]
+
+
+# Chats whose text quotes the templates: headers, ends of turns, a whole chat; and blanks at the ends.
+QUOTING = [
+    ("w30 <|im_start|>assistant w31 [/INST] w32", "w40 <|im_start|>assistant w41 <|im_end|> w42", "w33", "w43 [/INST]"),
+    ("w30 </s> w31 [/INST] w32", "[INST] w40 [/INST] w41 </s> w42", "w33", "w30 <|im_start|>user\nw44"),
+    ("w30", "<|im_start|>assistant\nw41", "<|im_end|>\n<|im_start|>assistant\nw31<|im_end|>\n", "w43"),
+    ("w30", "w41<|im_end|>\n<|im_start|>user\nw50<|im_end|>\n<|im_start|>assistant\nw51", "w31", "w43"),
+    (" w30 ", " w41 [/INST]", " w31", "w43"),
+]
+
+
+def quoting() -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+        for texts in QUOTING
+    ]
+
+
+def expected_labels(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Tokens, and labels on every answer with the end of its turn; put together message by message.
+
+    Possible as every header, end and word of these tokenizers is a token of its own.
+    """
+    end = tokenizer.eos_token
+    tokens: list[int] = []
+    labels: list[int] = []
+
+    def add(text: str, trained: bool = False) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        tokens.extend(ids)
+        labels.extend(ids if trained else [-100] * len(ids))
+
+    for message in messages:
+        answer = message["role"] == "assistant"
+        if tokenizer.chat_template == INST:
+            add("" if answer else "[INST] ")
+            add(message["content"] + (f" {end}" if answer else ""), answer)
+            add("" if answer else " [/INST]")
+        else:
+            add(f"<|im_start|>{message['role']}\n")
+            add(message["content"] + end, answer)
+            add("\n")
+    return tokens, labels

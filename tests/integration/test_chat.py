@@ -11,23 +11,26 @@ import pytest
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
-from tests.chat_data import chat_tokenizer, chats
+from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.conftest import make_llama
 from tests.forked import Outcome, forked
-from tests.integration.axolotl_runs import base_yaml, import_axolotl, run
+from tests.integration.axolotl_runs import base_yaml, import_axolotl, in_this_process, load_cfg, run
 
 pytestmark = pytest.mark.axolotl
 
 TURNS = {"target_length": 512, "rope": "linear", "sampler": "turns"}
 
 
+def base_folder(folder: Path, template: str) -> Path:
+    make_llama(eos_token_id=None).save_pretrained(folder / "base")
+    chat_tokenizer(template).save_pretrained(folder / "base")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     import_axolotl()
-    folder = tmp_path_factory.mktemp("chats")
-    make_llama(eos_token_id=None).save_pretrained(folder / "base")
-    chat_tokenizer().save_pretrained(folder / "base")
-    return folder
+    return base_folder(tmp_path_factory.mktemp("chats"), "chatml")
 
 
 def chat_yaml(home: Path, name: str, rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
@@ -68,3 +71,64 @@ def test_jumps_stand_between_turns(home, packed):
     assert jumps > 0.8 * len(documents)
     assert len(documents) > sum(len(batch.tokens) for batch in done.value.of("train")) or not packed
     assert "12 of them with a jump" in done.output
+
+
+def prepared(values: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of the rows as Axolotl hands them to the trainer."""
+    from axolotl.common.datasets import load_datasets
+
+    in_this_process()
+    rows = load_datasets(cfg=load_cfg({**values, "shuffle_merged_datasets": False})).train_dataset
+    return [(list(row["input_ids"]), list(row["labels"])) for row in rows]
+
+
+def all_prepared(cases: dict[str, dict[str, Any]]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    return {name: prepared(values) for name, values in cases.items()}
+
+
+@pytest.mark.parametrize("template", ["chatml", "inst"])
+def test_text_that_quotes_the_template_keeps_its_labels(home, tmp_path, template):
+    """Labels on each answer and the end of its turn and on nothing else, with what ends are trained as asked."""
+    folder = home if template == "chatml" else base_folder(tmp_path, template)
+    tokenizer = chat_tokenizer(template)
+    ends = ("turn", "all", "last")
+    rows = quoting()
+    cases = {
+        each: chat_yaml(folder, f"quoting {template} {each}", rows, dataset={"train_on_eos": each}) for each in ends
+    }
+    cases["roles"] = chat_yaml(folder, f"quoting {template} roles", rows, dataset={"roles_to_train": ["assistant"]})
+    found = forked(all_prepared, cases).value
+    expected = [expected_labels(tokenizer, row["messages"]) for row in rows]
+    assert found["turn"] == found["roles"] == expected
+    end = tokenizer.eos_token_id
+    for (tokens, labels), (_, usual) in zip(found["last"], expected, strict=True):
+        last = max(i for i, token in enumerate(tokens) if token == end)
+        ended = [i for i in range(len(tokens) - 1) if usual[i] == end and usual[i + 1] == -100]
+        assert labels == [-100 if i in ended and i != last else label for i, label in enumerate(usual)]
+    for (tokens, labels), (_, usual) in zip(found["all"], expected, strict=True):
+        more = [i for i, (label, before) in enumerate(zip(labels, usual, strict=True)) if label != before]
+        assert all(tokens[i] == end and labels[i] == end for i in more)
+        assert len(more) == (2 if template == "chatml" else 0), "the ends of two questions"
+
+
+def test_rows_longer_than_the_window(home):
+    """Axolotl drops them, or cuts them with their labels; what is then without any label is refused or named."""
+    short, long, hopeless = chat(3, 3), chat(3, 30, 3, 30), chat(70, 3)
+    rows = [short, long, hopeless]
+    cases = {
+        name: chat_yaml(home, f"long {name}", rows, excess_length_strategy=name, sequence_len=64)
+        for name in ("drop", "truncate")
+    }
+    found = forked(all_prepared, cases).value
+    tokenizer = chat_tokenizer()
+    whole = [expected_labels(tokenizer, row["messages"]) for row in rows]
+    assert found["drop"] == whole[:1]
+    assert found["truncate"] == [tuple(part[:64] for part in row) for row in whole]
+    assert set(found["truncate"][2][1]) == {-100}, "a row without any label is kept"
+
+
+def test_a_run_says_which_rows_train_nothing(home):
+    rows = [*chats(6), chat(70, 3)]
+    done = train(home, "said", rows, excess_length_strategy="truncate")
+    assert "1 of 7 rows have no token in the loss and train nothing" in done.output
+    assert "the first: row" in done.output and len(done.value.losses) == 2
