@@ -7,7 +7,7 @@ finds the plugin by its own entry point and is left alone. Off with TORCH_DEVICE
 `plugins: [pose_plugin.PosePlugin]` works.
 
 The same hook lets PEFT warn where an adapter of ours is put on a base without the extension, and load Beacon adapters
-by their saved type.
+by their saved type; and Axolotl's merge-lora keep the extension where its YAML lacks the `pose:` block.
 
 Nothing here may raise: torch would refuse to be imported.
 """
@@ -138,6 +138,27 @@ FORGOTTEN_LINE = (
 )
 
 
+def _complete_merges(merge_lora: ModuleType) -> None:
+    """axolotl.cli.merge_lora: an adapter of ours keeps its extension where the YAML of the merge lacks our block."""
+    merge = merge_lora.do_merge_lora
+    if getattr(merge, "_pose_plugin", False):
+        return
+
+    @functools.wraps(merge)
+    def do_merge_lora(*args: Any, cfg: Any, **kwargs: Any) -> Any:
+        result = merge(*args, cfg=cfg, **kwargs)
+        merged = os.path.join(str(cfg.output_dir), "merged")
+        adapter = str(cfg.get("lora_model_dir") or cfg.output_dir)
+        if os.path.isfile(os.path.join(adapter, "pose.json")) and not os.path.exists(os.path.join(merged, "pose.json")):
+            from pose_plugin.serving.merged import complete_forgotten
+
+            complete_forgotten(merged, adapter)
+        return result
+
+    do_merge_lora._pose_plugin = True  # type: ignore[attr-defined]
+    merge_lora.do_merge_lora = do_merge_lora  # type: ignore[attr-defined]
+
+
 def _notice_plain_bases(peft_model: ModuleType) -> None:
     """peft.peft_model: an adapter of ours that is put on a base without the extension is warned about."""
     owner = peft_model.PeftModel
@@ -187,6 +208,7 @@ def _knowing_beacons(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "axolotl.integrations.base": _accept_bare_name,
+    "axolotl.cli.merge_lora": _complete_merges,
     "axolotl.utils.config": _notice_forgotten_line,
     "peft.config": _make_beacons_known,
     "peft.peft_model": _notice_plain_bases,

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.log import log, show_log
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.serving.base import is_adapter, read_json, write_json
 from pose_plugin.serving.card import write_card
@@ -73,6 +74,26 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
     else:
         (path / PROBE).unlink(missing_ok=True)
     write_card(path)
+
+
+def complete_forgotten(folder: str | Path, adapter: str | Path) -> None:
+    """`complete_merged` after a merge that knew nothing of the extension; a warning says so, also where it fails."""
+    show_log()
+    try:
+        complete_merged(folder, adapter)
+    except (PoSEError, OSError) as error:
+        log.warning(
+            "%s was merged from an adapter with an extended window (%s), by a config without the `pose:` block, and "
+            "has the base's window: %s. Give it the adapter's: pose-plugin check %s --like %s --repair",
+            folder, adapter, error, folder, adapter,
+        )  # fmt: skip
+        return
+    log.warning(
+        "the config of this merge has no `pose:` block, but %s was trained with one: the merged model has the "
+        "adapter's rope, window and record. Compare them: pose-plugin check %s",
+        adapter,
+        folder,
+    )
 
 
 def _raise_limit(file: Path, target_length: int) -> None:

@@ -460,6 +460,16 @@ def test_merged(runs, tmp_path, check_here, name, method):
     )
 
 
+def test_merged_by_a_config_without_the_block(runs, tmp_path, check_here):
+    runs.method("lora")
+    shutil.copytree(runs.folder("lora") / "out", tmp_path / "out")
+    values = runs.yaml("lora", **METHODS["lora"][0], output_dir=str(tmp_path / "out"))
+    output = forked(_merge, {k: v for k, v in values.items() if v is not None and k not in ("plugins", "pose")}).output
+    assert output.count("the config of this merge has no `pose:` block, but") == 1
+    report = check_here(tmp_path / "out" / "merged")
+    assert report.passed and report.numbers["logits"] < 1e-4, str(report)
+
+
 # -- epochs, resuming, workers -------------------------------------------------------------------------------------
 
 LONG = {"max_steps": 20, "save_steps": 5, "num_epochs": 3, "dataloader_num_workers": 2}
