@@ -40,8 +40,12 @@ def keep_small_steps(trainer: Any) -> int:
     return cast
 
 
-def _giving(dtype: Any) -> Any:
+def _giving(half: Any) -> Any:
+    """Gives out what the module gave with weights of that type: its input's type where that is wider, as in norms."""
+    import torch
+
     def cast(module: Any, args: Any, output: Any) -> Any:
-        return output.to(dtype)
+        given = args[0].dtype if args and args[0].is_floating_point() else half
+        return output.to(torch.promote_types(given, half))
 
     return cast

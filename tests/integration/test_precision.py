@@ -65,6 +65,18 @@ def test_the_model_computes_as_before():
     assert {each.dtype for each in hidden} == {torch.bfloat16}
 
 
+def test_a_wider_input_stays_wide():
+    """In a model that computes in float32, as TRL leaves a base in 4 bit without autocast."""
+    model = adapted(torch.float32)
+    for name, weight in model.named_parameters():
+        if "modules_to_save" in name:
+            weight.data = weight.data.bfloat16()
+    assert keep_small_steps(trainer(model)) == 6
+    norm = model.base_model.model.model.norm
+    assert norm(torch.ones(1, 2, 32)).dtype == torch.float32
+    assert norm(torch.ones(1, 2, 32).bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("changes", [{"is_deepspeed_enabled": True}, {"is_fsdp_enabled": True}])
 def test_what_keeps_weights_of_its_own_is_left_alone(changes):
     model = adapted()
