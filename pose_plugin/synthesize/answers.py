@@ -7,7 +7,7 @@ import re
 from collections.abc import Set
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class UnusableError(Exception):
@@ -23,13 +23,6 @@ class Question(_Answer):
     question: str
     answer: str
     quotes: list[str]
-
-    @field_validator("question", "answer")
-    @classmethod
-    def _not_empty(cls, value: str) -> str:
-        if not value:
-            raise ValueError("empty")
-        return value
 
 
 class Questions(_Answer):

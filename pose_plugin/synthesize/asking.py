@@ -210,4 +210,4 @@ def _used(reply: Reply, estimate: int) -> tuple[int, int]:
 
 def _kind(reason: str) -> str:
     """What the manifest counts by: the reason up to its details."""
-    return reason.split("(")[0].split(",")[0].strip()[:60]
+    return reason.split("(")[0].split(",")[0].strip()[:100]

@@ -28,7 +28,7 @@ def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[
         block = (vectors[start : start + ROWS_AT_ONCE] @ vectors.T).toarray()
         for seed in range(start, min(start + ROWS_AT_ONCE, len(documents))):
             if seed in free:
-                group = _around(seed, block[seed - start], documents, free, size, most_tokens)
+                group = _around(seed, block[seed - start], vectors, documents, free, size, most_tokens)
                 if len(group) > 1:
                     free -= set(group)
                     found.append([documents[i] for i in group])
@@ -36,13 +36,20 @@ def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[
 
 
 def _around(
-    seed: int, similarity: Any, documents: list[Document], free: set[int], size: int, most_tokens: int
+    seed: int,
+    similarity: Any,
+    vectors: Any,
+    documents: list[Document],
+    free: set[int],
+    size: int,
+    most_tokens: int,
 ) -> list[int]:
     group, tokens = [seed], documents[seed].tokens
     for other in sorted(free - {seed}, key=lambda i: (-similarity[i], i)):
         if similarity[other] < RELATED or len(group) == size:
             break
-        if similarity[other] <= COPY and tokens + documents[other].tokens <= most_tokens:
+        is_copy = (vectors[group] @ vectors[other].T).max() > COPY
+        if not is_copy and tokens + documents[other].tokens <= most_tokens:
             group.append(other)
             tokens += documents[other].tokens
     return group

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize.pace import retry_after
+from pose_plugin.synthesize.settings import FORMATS
 
 
 class FaultError(Exception):
@@ -116,7 +117,7 @@ class Endpoint:
         elif any(word in said for word in ("response_format", "json_schema", "json_object", "grammar", "schema")):
             if not self._may_change_format or self.answer_format == "text":
                 return False
-            self.answer_format = "object" if self.answer_format == "schema" else "text"
+            self.answer_format = FORMATS[FORMATS.index(self.answer_format) + 1]
         else:
             return False
         return True
@@ -156,8 +157,10 @@ class Endpoint:
 def _response_format(kind: str, form: type[BaseModel]) -> dict[str, Any]:
     if kind == "object":
         return {"type": "json_object"}
-    schema = {"name": form.__name__.lower(), "strict": True, "schema": form.model_json_schema()}
-    return {"type": "json_schema", "json_schema": schema}
+    schema = form.model_json_schema()
+    if kind == "object-schema":
+        return {"type": "json_object", "schema": schema}
+    return {"type": "json_schema", "json_schema": {"name": form.__name__.lower(), "strict": True, "schema": schema}}
 
 
 def _reply(reply: Any) -> Reply:

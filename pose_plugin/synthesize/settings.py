@@ -9,7 +9,8 @@ from pathlib import Path
 from pose_plugin.errors import PoSEError
 
 TASKS = ("single", "multi", "compare", "biography")
-FORMATS = ("auto", "schema", "object", "text")
+# From the strictest to the most widespread; the second is what llama-cpp-python and some services understand.
+FORMATS = ("auto", "schema", "object-schema", "object", "text")
 LONGER = ("drop", "split")
 
 # name, lowest, highest, what it is for

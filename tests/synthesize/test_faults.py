@@ -56,9 +56,13 @@ def test_too_many_requests_pause_everyone(place, tmp_path):
 @pytest.mark.parametrize(
     ("faults", "expected"),
     [
-        ({0: "400 |response_format json_schema is not supported"}, {"answer_format": "object"}),
+        ({0: "400 |response_format json_schema is not supported"}, {"answer_format": "object-schema"}),
         (
-            {0: "400 |json_schema unknown", 1: "400 |response_format json_object is unknown"},
+            {0: "400 |json_schema unknown", 1: "422 |response_format.schema: extra"},
+            {"answer_format": "object"},
+        ),
+        (
+            {0: "400 |json_schema unknown", 1: "422 |no schema", 2: "400 |response_format json_object is unknown"},
             {"answer_format": "text"},
         ),
         ({0: "400 |use max_completion_tokens instead"}, {"length_parameter": "max_completion_tokens"}),
@@ -73,7 +77,7 @@ def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expec
     found = manifest(tmp_path)
     assert expected.items() <= found["server"].items()
     assert found["requests"]["faults"] == {}
-    formats = {"schema": "json_schema", "object": "json_object", "text": None}
+    formats = {"schema": "json_schema", "object-schema": "json_object", "object": "json_object", "text": None}
     assert last.get("response_format", {}).get("type") == formats[found["server"]["answer_format"]]
     assert found["server"]["length_parameter"] in last
     assert ("temperature" in last) is found["server"]["temperature_sent"]

@@ -65,7 +65,7 @@ def _request(item: Item, name: str, book: str, settings: Settings) -> Request[st
     def accept(content: str) -> str:
         life = parse(content, Biography).biography
         if len(life) < SHORTEST:
-            raise UnusableError(f"{len(life)} characters are no biography, give at least {SHORTEST}")
+            raise UnusableError(f"the biography is too short ({len(life)} characters, give at least {SHORTEST})")
         return life
 
     text = prompts.prompt(shown, prompts.BIOGRAPHY.format(name=name), form=prompts.BIOGRAPHY_FORM)

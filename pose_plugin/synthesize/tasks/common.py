@@ -91,6 +91,8 @@ def questions_from(
 
 
 def _problem(question: Question, fits: Callable[[list[str]], bool], settings: Settings, seen: set[str]) -> str | None:
+    if not question.question or not question.answer:
+        return "without a question or an answer"
     plain = " ".join(question.question.casefold().split())
     if plain in seen:
         return "asked twice"

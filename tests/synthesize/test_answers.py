@@ -1,0 +1,184 @@
+"""What a model writes is read leniently and believed hardly; waits, budgets and prompts by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from email.utils import formatdate
+
+import pytest
+
+from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.answers import Biography, Characters, Finder, Questions, UnusableError, parse
+from pose_plugin.synthesize.ledger import Ledger
+from pose_plugin.synthesize.pace import Pace, backoff, retry_after
+from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.tasks.common import questions_from
+
+LIFE = Biography(biography="x")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"biography": "x"}',
+        '```json\n{"biography": "x"}\n```',
+        'Sure, {here} it is: {"biography": "x"} Anything else?',
+        '<think>{"biography": "no"}</think>{"biography": " x "}',
+        '{"note": 1} {"biography": "x"}',
+    ],
+)
+def test_answers_that_are_found(content):
+    assert parse(content, Biography) == LIFE
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it holds no JSON object"),
+        ('{"biography": "x', "its JSON is broken or cut off"),
+        ('{"life": "x"}', "its JSON has none of the names biography"),
+        ('{"biography": 3}', "biography: Input should be a valid string"),
+        ('{"biography": "x", "more": 1}', "more: Extra inputs are not permitted"),
+        ("[" * 5000 + '{"biography":', "its JSON is broken or cut off"),
+    ],
+)
+def test_answers_that_are_not(content, message):
+    with pytest.raises(UnusableError, match=re.escape(message)):
+        parse(content, Biography)
+
+
+def test_one_bad_question_does_not_spoil_the_others(tmp_path):
+    quotes = ["came up at dawn"]
+    questions = [
+        {"question": "Who?", "answer": "The whale.", "quotes": quotes},
+        {"question": "who? ", "answer": "The whale.", "quotes": quotes},
+        {"question": "Why?", "answer": " ", "quotes": quotes},
+        {"question": "When?", "answer": "At noon.", "quotes": ["came up at noon"]},
+        {"question": "What?", "answer": "A whale.", "quotes": quotes},
+        {"question": "One too many?", "answer": "Yes.", "quotes": quotes},
+    ]
+    settings = Settings(inputs=(), output=tmp_path, tokenizer="t", model="m", window=6000)
+    finder = Finder([TEXT])
+    content = json.dumps({"questions": questions})
+    turns, dropped = questions_from(content, 2, lambda each: bool(finder.places(each)), settings)
+    assert [turn.question for turn in turns] == ["Who?", "What?"]
+    assert dropped == {
+        "asked twice": 1,
+        "without a question or an answer": 1,
+        "quotes are not where they should be in the text": 1,
+    }
+    with pytest.raises(UnusableError, match="all 1 questions were dropped: quotes are not where"):
+        questions_from(json.dumps({"questions": questions[3:4]}), 2, lambda each: bool(finder.places(each)), settings)
+    believing = replace(settings, check_quotes=False)
+    assert len(questions_from(json.dumps({"questions": questions[3:4]}), 2, lambda each: False, believing)[0]) == 1
+
+
+def test_line_breaks_in_strings_are_read():
+    assert parse('{"biography": "a\nb"}', Biography).biography == "a\nb"
+
+
+TEXT = (
+    "The whale came up\nat dawn. "
+    + "Nothing happened for days and days. " * 100
+    + "At dusk \u201cthe ship\u2019s bell\u201d rang."
+)
+
+
+@pytest.mark.parametrize(
+    ("quotes", "found", "apart"),
+    [
+        (["the WHALE came  up at dawn", "The ship's bell"], 2, True),
+        (["the whale came up", "came up at dawn."], 2, False),
+        (["at dawn the whale", "the ship's bell"], 1, False),
+        (["whale"], 0, False),
+        ([], 0, False),
+    ],
+)
+def test_quotes_are_looked_up(quotes, found, apart):
+    finder = Finder([TEXT])
+    assert len(finder.places(quotes)) == found
+    assert finder.apart(quotes) is apart
+
+
+def test_quotes_from_several_texts():
+    finder = Finder(["The first text tells of whales.", "The second one tells of ships."])
+    assert finder.several(["tells of whales", "tells of ships"])
+    assert not finder.several(["tells of whales", "The first text"])
+
+
+def strict(schema: dict) -> None:
+    """What servers with strict schemas demand of every object."""
+    if schema.get("type") == "object":
+        assert schema["additionalProperties"] is False
+        assert set(schema["required"]) == set(schema["properties"])
+    for value in [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values()]:
+        strict(value)
+
+
+@pytest.mark.parametrize("form", [Questions, Characters, Biography])
+def test_schemas_are_strict(form):
+    strict(form.model_json_schema())
+
+
+def test_changed_prompts_have_a_new_version():
+    """Answers to other words must not be taken for answers to these: raise VERSION, then write both here."""
+    assert (prompts.VERSION, prompts.fingerprint()[:12]) == ("1", "e7c64c430d20")
+
+
+def test_a_document_cannot_close_its_tag():
+    first = prompts.prompt(["a"], "ask", form="{}")
+    tag = re.search(r"</document id=[^>]+>", first).group()
+    second = prompts.prompt([tag + " b"], "ask", form="{}")
+    assert second.count(re.search(r"</document id=[^>]+>(?=\n\nask)", second).group()) == 1
+    assert tag not in re.findall(r"</document id=[^>]+>(?=\n\nask)", second)
+
+
+def test_pace_spaces_requests():
+    pace = Pace(requests_per_minute=60)
+    assert [pace.delay(10.0, 0) for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert pace.delay(20.0, 0) == 0.0
+    pace.pause(25.0)
+    assert pace.delay(21.0, 0) == 4.0
+
+
+def test_pace_spaces_tokens():
+    pace = Pace(requests_per_minute=600, tokens_per_minute=6000)
+    assert [round(pace.delay(0.0, 50), 6) for _ in range(2)] == [0.0, 0.5]
+    assert Pace().delay(0.0, 10**9) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
+        ({"retry-after": formatdate(1000.0, usegmt=True)}, 40.0),
+        ({"retry-after": formatdate(900.0, usegmt=True)}, 0.0),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "-3"}, 0.0),
+    ],
+)
+def test_retry_after(headers, seconds):
+    assert retry_after(headers, now=960.0) == seconds
+
+
+def test_backoff_doubles_to_a_limit():
+    for failures, most in ((1, 2.0), (2, 4.0), (3, 8.0), (10, 60.0)):
+        assert all(most / 2 <= backoff(failures, 2.0) <= most for _ in range(20))
+
+
+def test_budget_counts_what_is_on_its_way():
+    ledger = Ledger(price_input=1e6, price_output=1e6, budget=100)
+    first = ledger.reserve(20, 10)
+    assert ledger.reserve(60, 10) is None
+    second = ledger.reserve(20, 10)
+    ledger.settle(first, 30, 5, estimate=20)
+    # 35 are spent and 35 reserved, and this server counts half as many again as we do: 15 and 10 fit, 20 and 10 do not.
+    assert ledger.margin == 1.5
+    assert ledger.reserve(20, 1) is None and ledger.reserve(12, 10) is not None
+    ledger.settle(second)
+    assert ledger.spent == 35 and Ledger().spent is None

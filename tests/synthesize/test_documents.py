@@ -1,0 +1,312 @@
+"""What is read, what is left out and why, what goes to which task, and every input that cannot work."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pose_plugin.cli import main
+from pose_plugin.errors import PoSEError
+from pose_plugin.synthesize.neutral import Neutral
+from pose_plugin.synthesize.reading import find_files, read
+from pose_plugin.synthesize.select import assign, collect
+from pose_plugin.synthesize.settings import Settings, parse_tasks
+from pose_plugin.synthesize.texts import pieces, spread, tidy
+from tests.synthesize.material import byte_tokenizer, story
+from tests.synthesize.runs import arguments, lines, manifest
+from tests.synthesize.server import Server, documents_of
+
+
+def settings(folder, **changes):
+    values = {"inputs": (folder,), "output": folder / "out", "tokenizer": "t", "model": "m", "window": 6000}
+    return Settings(**{**values, "chunk_tokens": 600, **changes})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def test_every_kind_of_file(tmp_path, tokenizer):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    (tmp_path / "a" / ".hidden").mkdir(parents=True)
+    (tmp_path / "a" / "one.txt").write_text(story(1, 700))
+    (tmp_path / "a" / "two.md").write_bytes(b"\xef\xbb\xbf" + story(2, 700).replace("\n", "\r\n").encode())
+    (tmp_path / "a" / "skipped.pdf").write_text("x")
+    (tmp_path / "a" / ".hidden" / "not.txt").write_text("x")
+    rows = [json.dumps({"body": story(n, 700), "other": 1}) for n in (3, 4)]
+    (tmp_path / "b.jsonl").write_text("\n".join([rows[0], "", rows[1]]))
+    parquet.write_table(pyarrow.table({"body": [story(5, 700)], "n": [1]}), tmp_path / "c.parquet")
+    inputs = (tmp_path / "a", tmp_path / "b.jsonl", tmp_path / "c.parquet", tmp_path / "a" / "one.txt")
+    found = collect(settings(tmp_path, inputs=inputs, text_field="body"), tokenizer)
+    places = [(document.source.rsplit("/", 1)[1], document.index) for document in found.long]
+    assert places == [("one.txt", 0), ("two.md", 0), ("b.jsonl", 0), ("b.jsonl", 2), ("c.parquet", 0)]
+    assert [document.text for document in found.long] == [story(n, 700) for n in (1, 2, 3, 4, 5)]
+    assert len(found.files) == 4 and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in found.files.values())
+
+
+def test_filters(tmp_path, tokenizer):
+    pytest.importorskip("py3langid")
+    german = "Der Wal schwamm um die Insel, und niemand auf dem Schiff hat ihn gesehen. " * 12
+    texts = {
+        "long": story(1, 800),
+        "again": "\n" + story(1, 800) + " ",
+        "short": story(2, 300),
+        "tiny": "The whale came up at dawn.",
+        "huge": story(3, 6000),
+        "empty": " \n\0 ",
+        "german": german,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = collect(settings(tmp_path, languages=("en",)), tokenizer)
+    assert [document.source.rsplit("/", 1)[1] for document in found.long] in (["again.txt"], ["long.txt"])
+    assert [document.source.rsplit("/", 1)[1] for document in found.short] == ["short.txt"]
+    assert found.dropped == {
+        "the same text again": 1,
+        "shorter than 64 tokens (--min-short)": 1,
+        "longer than 4500 tokens (--max-tokens)": 1,
+        "empty": 1,
+        "another language": 1,
+    }
+    both = collect(settings(tmp_path, languages=("en", "de")), tokenizer)
+    assert "another language" not in both.dropped and len(both.long) == 2
+
+
+def test_longer_ones_are_split_on_request(tmp_path, tokenizer):
+    (tmp_path / "huge.txt").write_text(story(3, 10000))
+    found = collect(settings(tmp_path, longer="split"), tokenizer)
+    assert [document.part for document in found.long] == [0, 1, 2]
+    assert all(600 <= document.tokens <= 4500 for document in found.long)
+    joined = " ".join(" ".join(document.text for document in found.long).split())
+    assert joined == " ".join(story(3, 10000).split())
+
+
+def test_no_document_is_used_twice(tmp_path, tokenizer):
+    pytest.importorskip("sklearn")
+    for number in range(9):
+        (tmp_path / f"long{number}.txt").write_text(story(number, 800))
+        (tmp_path / f"short{number}.txt").write_text(story(100 + number, 300))
+    wanted = {"single": 2, "multi": None, "biography": 1, "compare": 2}
+    given = settings(tmp_path, tasks=wanted, group_size=3)
+    items = assign(collect(given, tokenizer), given)
+    counts = {task: sum(item.task == task for item in items) for task in wanted}
+    assert counts == {"single": 2, "multi": 6, "biography": 1, "compare": 2}
+    used = [document.sha256 for item in items for document in item.documents]
+    assert len(used) == len(set(used))
+    assert {len(item.documents) for item in items if item.task == "compare"} <= {2, 3}
+    # The same in every run, another with another seed.
+    again = assign(collect(given, tokenizer), given)
+    assert [item.id for item in again] == [item.id for item in items]
+    other = settings(tmp_path, tasks=wanted, group_size=3, seed=1)
+    assert [item.id for item in assign(collect(other, tokenizer), other)] != [item.id for item in items]
+
+
+def test_groups_share_a_subject(tmp_path, tokenizer):
+    pytest.importorskip("sklearn")
+    subjects = {
+        "bread": "flour yeast oven dough crust baker kneading loaf rye sourdough",
+        "stars": "galaxy telescope nebula orbit astronomer planet comet parallax supernova redshift",
+        "chess": "bishop gambit checkmate rook castling pawn opening endgame grandmaster stalemate",
+    }
+    for name, words in subjects.items():
+        for number in range(3):
+            shuffled = " ".join(sorted(words.split(), key=lambda word, n=number: hash((word * (n + 2))[::2][n:])))
+            (tmp_path / f"{name}{number}.txt").write_text(
+                f"Note {number} on {shuffled}. It tells of {words[::-1][:9]}."
+            )
+    # A copy but for a letter gives nothing to compare.
+    (tmp_path / "bread9.txt").write_text((tmp_path / "bread0.txt").read_text() + "!")
+    given = settings(tmp_path, tasks={"compare": None}, group_size=3)
+    items = assign(collect(given, tokenizer), given)
+    groups = [{document.source.rsplit("/", 1)[1][:5] for document in item.documents} for item in items]
+    assert sorted(map(sorted, groups)) == [["bread"], ["chess"], ["stars"]]
+    names = [document.source.rsplit("/", 1)[1] for item in items for document in item.documents]
+    assert not {"bread0.txt", "bread9.txt"} <= set(names)
+
+
+def test_compare_end_to_end(place, tmp_path):
+    pytest.importorskip("sklearn")
+    (tmp_path / "short").mkdir()
+    for number in range(4):
+        (tmp_path / "short" / f"{number}.txt").write_text(story(50 + number, 400))
+    with Server() as server:
+        line = arguments(place, tmp_path / "out", server.url, "--tasks", "compare", "--group-size", "2")
+        line[1] = str(tmp_path / "short")
+        assert main(line) == 0
+        assert [len(documents_of(seen.body["messages"][0]["content"])) for seen in server.log] == [2, 2]
+    for row, source in zip(
+        lines(tmp_path / "out" / "train.jsonl"), lines(tmp_path / "out" / "sources.jsonl"), strict=True
+    ):
+        first = row["messages"][0]["content"]
+        assert first.startswith("Document 1:\n\n") and "\n\nDocument 2:\n\n" in first
+        assert len(source["documents"]) == 2 and len(row["messages"]) == 20
+
+
+def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path):
+    def long_answers(prompt):
+        quote = documents_of(prompt)[0][:60]
+        one = {"question": "Why?", "answer": "because " * 400, "quotes": [quote, documents_of(prompt)[0][-60:]]}
+        return json.dumps({"questions": [one]})
+
+    with Server(write=lambda prompt: long_answers(prompt) if "book" not in prompt else "") as server:
+        line = arguments(place, tmp_path, server.url, "--tasks", "multi", "--max-tokens", "3500")
+        line[line.index("--window") + 1] = "6100"
+        assert main(line) == 0
+    found = manifest(tmp_path)
+    assert found["left_out"] == {"rows longer than 6100 tokens (--window)": 4}
+    assert found["rows"]["count"] == 0 and (tmp_path / "train.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a <|im_end|> b", "a < |im_end|> b"),
+        ("[INST] <s>", "[ INST] < s>"),
+        ("<|a<|b|>|>", "<|a< |b|>|>"),
+        ("<start_of_turn>", "< start_of_turn>"),
+        ("x < y, [1], <div>, {{ a }}", "x < y, [1], <div>, {{ a }}"),
+    ],
+)
+def test_markers(text, expected):
+    neutral = Neutral()
+    assert neutral(text)[0] == expected
+    assert neutral(expected) == (expected, 0)
+
+
+def test_the_tokenizers_own_markers():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["@@user", "Ω"]})
+    assert Neutral(tokenizer)("@@user Ω.") == ("@ @user .", 2)
+
+
+def test_tidy():
+    assert tidy("\ufeff a\r\nb\rc\0\x07\ud800\n\n\n\n\n\nd\t ") == "a\nb\nc\n\n\nd"
+
+
+def test_pieces_lose_nothing_and_end_at_borders():
+    text = story(1, 3000)
+    parts = pieces(text, 3000, 700)
+    assert "".join("".join(parts).split()) == "".join(text.split())
+    assert max(map(len, parts)) <= 700 and min(map(len, parts[:-1])) >= 350
+    assert all(part.endswith(".") for part in parts[:-1])
+    assert pieces("x" * 10, 10, 4) == ["xxxx", "xxxx", "xx"]
+
+
+def test_spread():
+    letters = list("abcdefghij")
+    assert spread(letters, 4) == ["a", "d", "g", "j"]
+    assert spread(letters, 1) == ["f"] and spread(letters, 20) == letters
+
+
+BAD_FILES = {
+    "latin.txt": (b"caf\xe9 au lait", "latin.txt: byte 3 is not UTF-8; convert it"),
+    "torn.jsonl": (b'{"text": "a"}\n{"text": ', "torn.jsonl, line 2: no JSON"),
+    "list.jsonl": (b"[1]\n", "list.jsonl, line 1: a list, not an object with 'text'"),
+    "other.jsonl": (b'{"body": "a", "id": 3}\n', "no field 'text'; there are body, id: say --text-field NAME"),
+    "number.jsonl": (b'{"text": 3}\n', "'text' is int, not text; see --text-field"),
+    "no.parquet": (b"PAR1 not", "no.parquet is no readable parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_cannot_be_read(tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PoSEError, match=re.escape(message)):
+        list(read(tmp_path / name, "text"))
+
+
+def test_inputs_that_are_not_there(tmp_path):
+    with pytest.raises(PoSEError, match=r"nowhere does not exist; name files or folders"):
+        find_files([tmp_path / "nowhere"])
+    with pytest.raises(PoSEError, match="no document in"):
+        find_files([tmp_path])
+    (tmp_path / "a.pdf").write_text("x")
+    with pytest.raises(PoSEError, match=re.escape("ends in .pdf; readable are .txt, .md")):
+        find_files([tmp_path / "a.pdf"])
+
+
+BAD_SETTINGS = [
+    ({"window": 10}, "--window 10 cannot work: tokens of a row, at least 64"),
+    ({"concurrency": 0}, "--concurrency 0 cannot work: requests at a time, from 1 to 1000"),
+    ({"temperature": float("nan")}, "--temperature nan cannot work"),
+    ({"timeout": 0}, "--timeout 0 cannot work: seconds for one answer, from 0.01 to 86400"),
+    ({"tokens_per_minute": float("inf")}, "--tokens-per-minute inf cannot work"),
+    ({"max_tokens": 6000}, "--max-tokens 6000 leaves no room for questions in --window 6000; give at most 4500"),
+    ({"min_tokens": 5000}, "--min-tokens 5000 is not between 1 and the longest document, 4500"),
+    ({"tasks": {"compare": None}, "min_short": 600}, "--min-short 600 must be at least 1 and below --min-tokens 600"),
+    ({"tasks": {"poem": None}}, "--tasks 'poem' is unknown; choose of single, multi, compare, biography"),
+    ({"tasks": {"multi": 0}}, "--tasks multi=0 asks for no row"),
+    ({"tasks": {}}, "--tasks names none"),
+    ({"price_input": 1.0}, "one price is missing: give both"),
+    ({"price_input": -1.0, "price_output": 1.0}, "--price-input -1.0 is no amount"),
+    ({"budget": 5.0}, "--budget 5 needs prices to count by; add --price-input and --price-output"),
+    ({"longer": "cut"}, "--longer 'cut' is unknown; choose of drop, split"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS)
+def test_settings_that_cannot_work(tmp_path, changes, message):
+    with pytest.raises(PoSEError, match=re.escape(message)):
+        settings(tmp_path, **changes)
+
+
+def test_tasks():
+    assert parse_tasks("single=20, multi") == {"single": 20, "multi": None}
+    with pytest.raises(PoSEError, match="'x' is no number of rows"):
+        parse_tasks("single=x")
+    with pytest.raises(PoSEError, match="names multi twice"):
+        parse_tasks("multi,multi=3")
+
+
+WRONG_LINES = {
+    ("--tokenizer", "nowhere"): "--tokenizer nowhere cannot be loaded",
+    ("--languages", "xx"): "--languages 'xx' cannot be told; use ISO 639-1 codes, e.g. en,de",
+    ("--min-tokens", "4000"): "none of 4 documents can be used: 0 have 4000 to 4500 tokens, 4 are shorter",
+}
+
+
+@pytest.mark.parametrize("change", WRONG_LINES)
+def test_lines_that_cannot_work(place, tmp_path, capsys, change):
+    assert main([*arguments(place, tmp_path / "out", "http://127.0.0.1:9/v1"), *change]) == 2
+    assert WRONG_LINES[change] in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_is_wanted_where_there_is_no_own_server(place, tmp_path, capsys):
+    line = arguments(place, tmp_path / "out", "")
+    del line[line.index("--base-url") : line.index("--base-url") + 2]
+    assert main(line) == 2
+    assert "no key in $OPENAI_API_KEY: export it" in capsys.readouterr().err
+
+
+def test_output_that_is_a_file(place, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(arguments(place, tmp_path / "file", "http://127.0.0.1:9/v1")) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+
+
+def test_a_plan_asks_nothing_and_says_what_it_would_cost(place, tmp_path, capsys):
+    prices = ("--price-input", "2", "--price-output", "8", "--budget", "0.1")
+    with Server() as server:
+        line = arguments(place, tmp_path / "out", server.url, "--tasks", "single=1,multi=1,biography", *prices)
+        assert main([*line, "--plan"]) == 0
+        assert server.log == []
+        planned = capsys.readouterr().out
+        assert not (tmp_path / "out").exists()
+        assert main([*line[:-2]]) == 0
+    # Five pieces of 600 tokens, a book, and twice one book for its characters and three lives, with a prompt each;
+    # the books have 2999 tokens or 3000.
+    read = 5 * 950 + 3350 + 2 * 4 * 3350
+    assert "rows: biography 2, multi 1, single 1" in planned
+    planned_read = int(re.search(r"requests: at most 14, (\d+) tokens to read", planned).group(1))
+    assert read - 9 <= planned_read <= read
+    money = float(re.search(r"cost: about ([\d.]+)", planned).group(1))
+    assert money == pytest.approx((read * 2 + (1500 + 1500 + 2 * 4 * 700) * 8) / 1e6, rel=0.01)
+    assert "the run stops before it exceeds 0.1 (--budget)" in planned
+    assert len(server.log) <= 14
