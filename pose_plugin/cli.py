@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -84,12 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs[name] = add(commands.add_parser(name, help=add.__doc__, description=add.__doc__))
     args = parser.parse_args(arguments)
     try:
-        return runs[args.command](args)
+        code = runs[args.command](args)
+        # What is still held back would otherwise be written when nobody can catch what comes of it.
+        sys.stdout.flush()
+        return code
     except PoSEError as error:
         print(f"pose-plugin {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # `… | head` has read enough. As the shell reports a program that this signal has ended.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

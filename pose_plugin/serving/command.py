@@ -73,26 +73,23 @@ def _export(args: argparse.Namespace) -> int:
     from pose_plugin.serving.engines.common import require_older_form
     from pose_plugin.serving.saved import read_saved
 
+    _require_used(args)
     saved = read_saved(args.folder)
     if args.form:
         from pose_plugin.serving.older import write_older_form
 
-        if args.output is None:
-            raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
         folder = write_older_form(saved, args.output)
         print(f"# written for readers of transformers 4: {folder}")
         # The lines shall name the folder that they are for.
-        saved = replace(saved, path=folder)
+        saved = replace(saved, path=folder, older=True)
     elif args.engine in OLDER_READERS:
         require_older_form(saved, args.engine)
     made = exporter(args.engine)(saved)
     if args.convert:
         from pose_plugin.serving.engines.llama_cpp import convert
 
-        if args.engine not in ("llama.cpp", "ollama"):
-            raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
         arguments = ["--outtype", args.outtype] if args.outtype else []
-        print(f"# converted: {convert(saved, args.llama_cpp, args.output, arguments)}")
+        print(f"# converted: {convert(saved, args.llama_cpp, None if args.form else args.output, arguments)}")
     for name, content in made.files.items():
         file = saved.path / name
         if file.exists() and file.read_text(encoding="utf-8", errors="replace") != content:
@@ -103,6 +100,30 @@ def _export(args: argparse.Namespace) -> int:
         print(f"# written: {saved.path / name}")
     print(made)
     return 0
+
+
+def _require_used(args: argparse.Namespace) -> None:
+    """Checks, before anything is written, that every option does something.
+
+    Raises:
+        PoSEError: naming the one that would not.
+    """
+    if args.convert and args.engine not in ("llama.cpp", "ollama"):
+        raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
+    if args.form and args.output is None:
+        raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
+    if args.output is not None and not args.form and not args.convert:
+        raise PoSEError(
+            f"--output {args.output} has no effect here: --engine {args.engine} reads {args.folder} where it is. It "
+            "names the folder of --form 4 or the file of --convert"
+        )
+    for name in ("outtype", "llama_cpp"):
+        value = getattr(args, name)
+        if value is not None and not args.convert:
+            raise PoSEError(
+                f"--{name.replace('_', '-')} {value} has no effect without --convert, which runs llama.cpp's converter "
+                "(--engine llama.cpp or ollama)"
+            )
 
 
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:

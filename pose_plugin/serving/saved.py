@@ -27,6 +27,7 @@ class Saved:
         base: of an adapter, else None.
         adapter: adapter_config.json, {} for a full model.
         record: pose.json, {} where there is none.
+        older: whether the folder at `path` is a copy in the form of transformers 4, of which the rest tells as well.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Saved:
     base: Base | None
     adapter: dict[str, Any]
     record: dict[str, Any]
+    older: bool = False
 
     @property
     def kind(self) -> str:

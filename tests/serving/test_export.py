@@ -237,7 +237,9 @@ def test_ollama_writes_a_modelfile(home):
 def test_older_form(home, tmp_path, name, capsys):
     command = ["export", str(home / name), "--engine", "transformers", "--form", "4", "--output", str(tmp_path / "old")]
     assert main(command) == 0
-    assert str(tmp_path / "old") in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(tmp_path / "old") in said and "--form 4" not in said
+    assert main([*command[:2], "--engine", "transformers"]) == 0 and "--form 4" in capsys.readouterr().out
     before, after = config_of(home / name), config_of(tmp_path / "old")
     assert "rope_parameters" not in after and after["rope_theta"] == before["rope_parameters"]["rope_theta"]
     scaling = after["rope_scaling"]
@@ -288,18 +290,46 @@ def test_older_form_still_loads_in_transformers_5(home, tmp_path, monkeypatch):
         (["{home}/yarn", "--engine", "vllm", "--form", "4"], ["--output FOLDER"]),
         (["{home}/yarn", "--engine", "vllm", "--form", "4", "--output", "{home}/base"], ["exists and is not empty"]),
         (["{home}/yarn", "--engine", "vllm", "--convert"], ["--engine vllm does not read"]),
+        (["{home}/yarn", "--engine", "vllm", "--output", "{tmp}/x"], ["/x has no effect here", "--form 4 or the file"]),
+        (["{home}/yarn", "--engine", "llama.cpp", "--outtype", "f16"], ["--outtype f16 has no effect without --conv"]),
+        (["{home}/yarn", "--engine", "vllm", "--llama-cpp", "{tmp}"], ["has no effect without --convert"]),
         (["{home}/yarn", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"], ["no convert_hf_to_gguf.py"]),
         (
             ["{home}/yarn adapter", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"],
             ["is an adapter; merge it first", "merge_and_unload"],
         ),
     ],
-    ids=["no folder", "no config", "form without output", "output in use", "convert", "no converter", "adapter"],
+    ids=[
+        *(
+            "no folder",
+            "no config",
+            "form without output",
+            "output in use",
+            "convert",
+            "output",
+            "outtype",
+            "llama.cpp",
+        ),
+        *("no converter", "adapter"),
+    ],
 )
 def test_bad_input(home, tmp_path, capsys, arguments, words):
     assert main(["export", *(each.format(tmp=tmp_path, home=home) for each in arguments)]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
+
+
+def test_a_reader_that_has_enough(home):
+    """`pose-plugin export … | head -c1`"""
+    import os
+    import subprocess
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pose_plugin.cli", "export", str(home / "yarn"), "--engine", "vllm"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_without_heavy_imports():

@@ -10,15 +10,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from pose_plugin.serving.engines.common import (
-    Export,
-    as_json,
-    lora_named,
-    merge_lines,
-    merged_path,
-    needs_merging,
-    quoted,
-)
+from pose_plugin.serving.engines import common
+from pose_plugin.serving.engines.common import Export
 from pose_plugin.serving.saved import Saved
 
 
@@ -44,21 +37,21 @@ def export(saved: Saved) -> Export:
         overrides = {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}
         notes.append("SGLang does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1")
     limit = f"--context-length {saved.maximum}"
-    told = f" --json-model-override-args {as_json(overrides)}" if overrides else ""
+    told = f" --json-model-override-args {common.as_json(overrides)}" if overrides else ""
     start = "python -m sglang.launch_server --model-path"
     if saved.base is None:
-        return Export([f"{start} {quoted(saved)} {limit}{told}"], notes)
-    why = needs_merging(saved)
+        return Export([f"{start} {common.quoted(saved)} {limit}{told}"], notes)
+    why = common.needs_merging(saved)
     if why:
-        merged = merged_path(saved)
+        merged = common.merged_path(saved)
         line = f"{start} {shlex.quote(merged)} {limit}{told}"
-        return Export([*merge_lines(saved, merged), line], [*notes, f"{why}: it is merged"])
+        return Export([*common.merge_lines(saved, merged), line], [*notes, f"{why}: it is merged"])
     notes.append("the base's config has not the extension, so it is told here")
     return Export(
         [
-            f"{start} {shlex.quote(saved.base.name)} --enable-lora --lora-paths {lora_named(saved)} "
-            f"--tokenizer-path {quoted(saved)} {limit} "
-            f"--json-model-override-args {as_json(saved.overrides | overrides)}"
+            f"{start} {shlex.quote(saved.base.name)} --enable-lora --lora-paths {common.lora_named(saved)} "
+            f"--tokenizer-path {common.quoted(saved)} {limit} "
+            f"--json-model-override-args {common.as_json(saved.overrides | overrides)}"
         ],
         notes,
     )

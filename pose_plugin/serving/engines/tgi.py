@@ -11,11 +11,12 @@ from pose_plugin.serving.saved import Saved
 def export(saved: Saved) -> Export:
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
-    notes = [
-        "no --rope-scaling here: it would be applied beside what config.json says",
-        "TGI runs on transformers 4, which does not load a tokenizer that transformers 5 has saved: point it at the "
-        "folder of `pose-plugin export … --engine tgi --form 4 --output FOLDER`",
-    ]
+    notes = ["no --rope-scaling here: it would be applied beside what config.json says"]
+    if not saved.older:
+        notes.append(
+            "TGI runs on transformers 4, which does not load a tokenizer that transformers 5 has saved: point it at "
+            "the folder of `pose-plugin export … --engine tgi --form 4 --output FOLDER`"
+        )
     return Export(
         [
             *lines,

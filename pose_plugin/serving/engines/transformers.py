@@ -24,8 +24,9 @@ def export(saved: Saved) -> Export:
             f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
         ]
     notes = ["with this package: model = pose_plugin.load_extended(folder)"] if saved.base else []
-    notes.append(
-        "transformers 4 reads rope_theta and rope_scaling of the same config.json, but not a tokenizer that "
-        "transformers 5 has saved: add --form 4 --output FOLDER"
-    )
+    if not saved.older:
+        notes.append(
+            "transformers 4 reads rope_theta and rope_scaling of the same config.json, but not a tokenizer that "
+            "transformers 5 has saved: add --form 4 --output FOLDER"
+        )
     return Export(lines, notes)

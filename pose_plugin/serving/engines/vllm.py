@@ -11,15 +11,8 @@ import shlex
 from typing import Any
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.serving.engines.common import (
-    Export,
-    as_json,
-    lora_named,
-    merge_lines,
-    merged_path,
-    needs_merging,
-    quoted,
-)
+from pose_plugin.serving.engines import common
+from pose_plugin.serving.engines.common import Export
 from pose_plugin.serving.saved import Saved
 
 # Their maximum stands in the config as it is meant; of the others it is multiplied by the factor.
@@ -94,21 +87,21 @@ def export(saved: Saved) -> Export:
         )
     limit = f"--max-model-len {saved.maximum}"
     if saved.base is None:
-        line = f"vllm serve {quoted(saved)} {limit}"
-        return Export([line + (f" --hf-overrides {as_json(overrides)}" if overrides else "")], notes)
-    why = needs_merging(saved)
+        line = f"vllm serve {common.quoted(saved)} {limit}"
+        return Export([line + (f" --hf-overrides {common.as_json(overrides)}" if overrides else "")], notes)
+    why = common.needs_merging(saved)
     if why:
-        merged = merged_path(saved)
+        merged = common.merged_path(saved)
         line = f"vllm serve {shlex.quote(merged)} {limit}"
-        told = f" --hf-overrides {as_json(overrides)}" if overrides else ""
-        return Export([*merge_lines(saved, merged), line + told], [*notes, f"{why}: it is merged"])
+        told = f" --hf-overrides {common.as_json(overrides)}" if overrides else ""
+        return Export([*common.merge_lines(saved, merged), line + told], [*notes, f"{why}: it is merged"])
     notes.append("the base's config has not the extension, so it is told here; its tokenizer's limit would count too")
     notes.append("vLLM before 0.24 on transformers 4 reads rope_scaling and rope_theta in place of rope_parameters")
     return Export(
         [
-            f"vllm serve {shlex.quote(saved.base.name)} --enable-lora --lora-modules {lora_named(saved)} "
-            f"--max-lora-rank {_rank(saved)} --tokenizer {quoted(saved)} {limit} "
-            f"--hf-overrides {as_json(saved.overrides | overrides)}"
+            f"vllm serve {shlex.quote(saved.base.name)} --enable-lora --lora-modules {common.lora_named(saved)} "
+            f"--max-lora-rank {_rank(saved)} --tokenizer {common.quoted(saved)} {limit} "
+            f"--hf-overrides {common.as_json(saved.overrides | overrides)}"
         ],
         notes,
     )
