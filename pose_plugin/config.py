@@ -21,6 +21,8 @@ WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 # The upper end is what a position can be on every backend, 32-bit kernels included.
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
+# A quoted "no" in a YAML is a text, and guessing what it means would be guessing.
+Switch = Annotated[bool, Field(strict=True)]
 
 
 class _Strict(BaseModel):
@@ -74,8 +76,8 @@ class EvaluateSettings(_Strict):
     """What is measured while training, on plain positions, and logged as `passkey/2048`, `perplexity/2048`, …"""
 
     every: PositiveInt | None = Field(None, description="steps from one measurement to the next; default: none between")
-    at_start: bool = Field(False, description="measure before the first step")
-    at_end: bool = Field(True, description="measure after the last step")
+    at_start: Switch = Field(False, description="measure before the first step")
+    at_end: Switch = Field(True, description="measure after the last step")
     tasks: list[Measure] | None = Field(
         None, description="what is measured; default: passkey, and perplexity where there are texts"
     )
@@ -145,13 +147,13 @@ class PoSESettings(_Strict):
         description="which tokens of a document longer than train_length are read: its head (contiguous), one piece "
         "from anywhere (window), a piece a chunk (skip), or each chunk's text from where its positions say (aligned)",
     )
-    mask_seam: bool = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
+    mask_seam: Switch = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
     unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of rows left plain")
     target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
         0, description="sample up to target_length + margin, since the last L_c distances are rarest"
     )
     seed: StrictInt = Field(0, description="positions are a function of (seed, epoch, the document's tokens)")
-    self_test: bool = Field(True, description="prove on the first batch that the chunks see each other")
+    self_test: Switch = Field(True, description="prove on the first batch that the chunks see each other")
     # Not part of what a saved folder records: it changes nothing that is trained, and names files of this machine.
     evaluate: EvaluateSettings | None = Field(
         None, exclude=True, description="retrieval and perplexity by length, measured while training"
@@ -250,4 +252,6 @@ def _sentence(item: Any, where: str) -> str:
     hint = ""
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         hint = f"; write {int(value)}"
+    if kind == "bool_type":
+        hint = "; write true or false, without quotes"
     return f"{key}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}{hint}{meaning}"

@@ -48,6 +48,21 @@ REFUSED = [
     ({"target_length": 10.5}, f"pose.target_length=10.5: input should be a valid integer ({TARGET})"),
     ({"target_length": "1024"}, f"pose.target_length='1024': input should be a valid integer ({TARGET})"),
     ({"target_length": True}, f"pose.target_length=True: input should be a valid integer ({TARGET})"),
+    (
+        {"self_test": "no"},
+        "pose.self_test='no': input should be a valid boolean; write true or false, without quotes (prove on the first "
+        "batch that the chunks see each other)",
+    ),
+    (
+        {"mask_seam": 0},
+        "pose.mask_seam=0: input should be a valid boolean; write true or false, without quotes (no loss on a token "
+        "whose predecessor was skipped (content skip))",
+    ),
+    (
+        {"evaluate": {"at_end": "no"}, "train_length": 64},
+        "pose.evaluate.at_end='no': input should be a valid boolean; write true or false, without quotes (measure after "
+        "the last step)",
+    ),
     ({"target_length": float("inf")}, f"pose.target_length=inf: input should be a valid integer ({TARGET})"),
     ({"target_lenght": 5}, f"pose.target_lenght=5 is not a known key. Known keys: {KEYS}"),
     ({"rope": {"teta": 5.0}}, f"pose.rope.teta=5.0 is not a known key. Known keys: {ROPE_KEYS}"),
