@@ -60,8 +60,8 @@ REFUSED = [
     ),
     (
         {"evaluate": {"at_end": "no"}, "train_length": 64},
-        "pose.evaluate.at_end='no': input should be a valid boolean; write true or false, without quotes (measure after "
-        "the last step)",
+        "pose.evaluate.at_end='no': input should be a valid boolean; write true or false, without quotes (measure "
+        "after the last step)",
     ),
     ({"target_length": float("inf")}, f"pose.target_length=inf: input should be a valid integer ({TARGET})"),
     ({"target_lenght": 5}, f"pose.target_lenght=5 is not a known key. Known keys: {KEYS}"),
