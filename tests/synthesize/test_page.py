@@ -1,0 +1,81 @@
+"""docs/synthesize.md: its commands are run, its defaults are those of the command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+import pytest
+
+from pose_plugin.cli import main, synthesize
+from pose_plugin.synthesize.settings import Settings
+from tests.synthesize.material import byte_tokenizer, story
+from tests.synthesize.runs import lines, manifest
+from tests.synthesize.server import Server
+from tests.test_docs import ROOT, blocks
+
+PAGE = ROOT / "docs" / "synthesize.md"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the page's commands name."""
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("page")
+    byte_tokenizer().save_pretrained(folder / "my-model")
+    (folder / "documents").mkdir()
+    for number, length in enumerate([9000, 12000, 15000, 30000, 1000, 1200]):
+        (folder / "documents" / f"{number}.txt").write_text(story(number, length))
+    return folder
+
+
+def page_lines() -> list[list[str]]:
+    text = "".join(blocks(PAGE, "bash")).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("pose-plugin synthesize")]
+
+
+def test_every_command_runs(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    found = page_lines()
+    assert len(found) >= 2
+    with Server() as server:
+        for line in found:
+            here = [server.url if word.startswith("http://") else word for word in line[1:]]
+            assert main([*here, "--quiet"]) == 0
+            assert "requests: at most " in capsys.readouterr().out
+            # A plan, and then what the page says of it: the same line without --plan.
+            if "--plan" in here:
+                here.remove("--plan")
+                assert main([*here, "--quiet"]) == 0
+            made = folder / here[here.index("--output") + 1]
+            assert lines(made / "train.jsonl") and manifest(made)["state"] == "finished"
+            assert {path.name for path in made.iterdir()} == set(
+                re.findall(r"^\| `(\S+\.jsonl?)`", PAGE.read_text(), re.M)
+            )
+
+
+def test_the_page_names_the_defaults():
+    """`--option` (n) and (n) in tables."""
+    parser = argparse.ArgumentParser()
+    synthesize(parser)
+    defaults = Settings(inputs=(), output=ROOT, tokenizer="t", model="m", window=81920)
+    text = PAGE.read_text(encoding="utf-8") + "".join(
+        f"`{action.option_strings[0]}` ({number})"
+        for action in parser._actions
+        for number in re.findall(r"default (\d[\d.]*)\)", action.help or "")
+    )
+    said = re.findall(r"`--([a-z-]+)` \((\d[\d.]*)\)", text)
+    assert len(said) > 20
+    for name, number in said:
+        assert float(number) == float(getattr(defaults, name.replace("-", "_"))), name
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert set(re.findall(r"`(--[a-z-]+)", text)) <= options
+
+
+def test_the_yaml_is_what_axolotl_was_given():
+    yaml = pytest.importorskip("yaml")
+    (block,) = blocks(PAGE, "yaml")
+    assert yaml.safe_load(block) == {
+        "datasets": [{"path": "data/train.jsonl", "ds_type": "json", "type": "chat_template"}]
+    }
