@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.forked import forked
 from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, import_axolotl
 from tests.integration.example_runs import (
     BASES,
+    FOLDER,
     LIGER,
     REPLACED,
     ROOT,
@@ -23,6 +27,7 @@ from tests.integration.example_runs import (
     ExampleRun,
     answers,
     differences,
+    examples,
     read,
     run_example,
     shrunk,
@@ -70,10 +75,20 @@ def promised(name: str, config: dict[str, Any], shrink: int = 1) -> dict[str, An
     return {"rope_type": kind, "factor": number, "rope_theta": theta, **window}
 
 
+# One of another kind each, tested where that is: with the quick start, and with the beacon.
+ELSEWHERE = ("quickstart/", "beacon/")
+
+_made: dict[str, tuple[ExampleRun, dict[str, Any], Path]] = {}
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     import_axolotl()
     return tmp_path_factory.mktemp("examples")
+
+
+def test_every_file_is_tested():
+    assert [name for name in examples() if not name.startswith(ELSEWHERE)] == sorted(PROMISED)
 
 
 def _at_home(case: Any, *args: Any) -> Any:
@@ -88,7 +103,7 @@ def test_fits_the_schema(home, name):
     values = read(name)
     base = write_config(home / "config" / values["base_model"], values["base_model"])
     unknown, cfg = forked(_at_home, validated, values, base).value
-    assert not unknown
+    assert not unknown and not without_effect(values)
     changed = {key: (value, cfg.get(key)) for key, value in values.items() if cfg.get(key) != value}
     # Defaults are filled in, and the base model's path is the test's.
     assert set(changed) <= {"base_model", "datasets", "fsdp_config"}, changed
@@ -98,6 +113,61 @@ def test_fits_the_schema(home, name):
     assert overrides["max_position_embeddings"] == PROMISED[name][2] == values["pose"]["target_length"]
     rope = promised(name, BASES[values["base_model"]].config)
     assert {key: overrides["rope_parameters"].get(key) for key in rope} == rope
+
+
+# Keys by what they need beside them.
+NEEDS: dict[str, Any] = {
+    "lora_": lambda values: values.get("adapter") in ("lora", "qlora"),
+    "bnb_config_kwargs": lambda values: values.get("load_in_4bit"),
+    "load_in_4bit": lambda values: values.get("adapter") == "qlora",
+    "eval": lambda values: values.get("val_set_size"),
+    "fsdp_config": lambda values: values.get("fsdp_version") == 2 and not values.get("deepspeed"),
+    "deepspeed": lambda values: (ROOT / values["deepspeed"]).is_file(),
+    "liger_": lambda values: LIGER in values["plugins"],
+    "chat_template": lambda values: any(each["type"] == "chat_template" for each in values["datasets"]),
+    "eot_tokens": lambda values: "chat_template" in values,
+    "pad_to_sequence_len": lambda values: values.get("sample_packing"),
+    # Rows that are packed are all of one length.
+    "group_by_length": lambda values: not values.get("sample_packing"),
+}
+
+
+def without_effect(values: dict[str, Any]) -> list[str]:
+    """Keys that do nothing beside the others, and names in them that nothing bears."""
+    import inspect
+
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    found = [key for key in values for start, needs in NEEDS.items() if key.startswith(start) and not needs(values)]
+    known = inspect.signature(BitsAndBytesConfig.__init__).parameters
+    found += [key for key in values.get("bnb_config_kwargs", {}) if key not in known]
+    base = BASES[values["base_model"]]
+    special = {token for each in base.special.values() for token in ([each] if isinstance(each, str) else each)}
+    tokens = [*values.get("special_tokens", {}).values(), *values.get("eot_tokens", [])]
+    found += [token for token in tokens if token not in special]
+    layer = values.get("fsdp_config", {}).get("transformer_layer_cls_to_wrap")
+    if layer:
+        kind = AutoConfig.for_model(**base.config).model_type
+        module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        found += [] if hasattr(module, layer) else [layer]
+    return found
+
+
+def test_keys_without_effect_are_found():
+    values = read("qwen/qwen3-qlora-128k.yaml")
+    del values["adapter"]
+    values |= {"evals_per_epoch": 4, "special_tokens": {"pad_token": "</s>"}, "deepspeed": "nowhere.json"}
+    found = without_effect(values)
+    assert {"lora_r", "load_in_4bit", "evals_per_epoch", "</s>", "deepspeed"} <= set(found)
+
+
+def test_the_paper_s_files_differ_in_length_and_rope_alone():
+    names = [name for name in PROMISED if name.startswith("llama2/pose-")]
+    assert len(names) == 9
+    first = read(names[0])
+    allowed = {"sequence_len", "pose.target_length", "pose.rope", "output_dir", "dataset_prepared_path"}
+    for name in names[1:]:
+        assert set(differences(first, read(name))) <= allowed, name
 
 
 def test_keys_that_nothing_reads_are_found(home):
@@ -129,6 +199,8 @@ def test_runs(home, name):
     config = json.loads((out / "config.json").read_text())
     rope = promised(name, config, BASES[read(name)["base_model"]].shrink)
     assert config["max_position_embeddings"] == pose["target_length"]
+    base = json.loads((Path(small["base_model"]) / "config.json").read_text())
+    assert config["vocab_size"] == base["vocab_size"], "tokens were added"
     assert {key: config["rope_parameters"].get(key) for key in rope} == rope
     forked(_reloads, out, small, done)
 
@@ -171,7 +243,9 @@ def _run(home: Path, name: str) -> tuple[ExampleRun, dict[str, Any], Path]:
     small = shrunk(values, base, data, out)
     assert set(differences(values, small)) <= set(REPLACED)
     assert [each for each in values["plugins"] if each not in small["plugins"]] in ([], [LIGER])
-    return forked(run_example, small).value, small, out / "out"
+    if name not in _made:
+        _made[name] = (forked(run_example, small).value, small, out / "out")
+    return _made[name]
 
 
 def test_the_published_recipe(home):
@@ -226,3 +300,44 @@ def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
                 use_cache=False,
             ).logits
         np.testing.assert_allclose(logits.float().numpy(), done.logits, atol=2e-4)
+
+
+# -- what the files say of themselves ------------------------------------------------------------------------------
+
+SCRIPTS = ["llama3-80k/trl_qlora.py", "llama3-80k/unsloth_qlora.py", "trl/sft.py"]
+
+
+@pytest.mark.parametrize("name", [*PROMISED, *SCRIPTS])
+def test_opens_with_how_to_run_it(name, monkeypatch):
+    """Its commands name itself and are ones that are there; what it should reach is published, or said to be open."""
+    from pose_plugin.cli import main
+
+    monkeypatch.chdir(ROOT)
+    text = (FOLDER / name).read_text()
+    head = text.split("\n\n", 1)[0] if name.endswith(".yaml") else text.split('"""')[1]
+    words = " ".join(head.replace("#", " ").split())
+    assert f"example_configs/{name}" in words
+    assert "Hardware:" in words and "Reach:" in words
+    assert any(word in words for word in ("ublished", "not been measured", "README.md"))
+    for line in head.splitlines():
+        command = line.removeprefix("#").split("  #")[0].replace("Run:", "").strip()
+        if command.startswith("pose-plugin "):
+            # Every argument is accepted; only the model is not here.
+            assert main(command.split()[1:]) == 2, command
+        for word in command.split():
+            assert not word.startswith("example_configs/") or (ROOT / word).is_file(), command
+        for extra in re.findall(r"pose-plugin\[(\w+)\]", command):
+            assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_index_names_every_file():
+    text = (FOLDER / "README.md").read_text()
+    linked = {target.split("#")[0] for target in re.findall(r"\]\((?!http|\.\./)([^)]+)\)", text)}
+    assert all((FOLDER / each).exists() for each in linked), linked
+    tracked = subprocess.run(["git", "ls-files", "."], cwd=FOLDER, capture_output=True, text=True).stdout.split()
+    files = tracked or [
+        str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*") if path.suffix in (".yaml", ".py")
+    ]
+    for file in files:
+        # A folder may be named as a whole.
+        assert file == "README.md" or {file, f"{file.split('/')[0]}/"} & linked, file
