@@ -96,6 +96,10 @@ class PosePlugin(BasePlugin):
     def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
         return [AdapterCapabilities(name=beacon.ADAPTER)] if self._is_live() else []
 
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        if beacon.is_beacon(cfg) and self._is_live():
+            beacon.note_window(model)
+
     def load_adapter(self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False) -> Any:
         return beacon.load(model, cfg, inference, config_only) if self._is_live() else None
 

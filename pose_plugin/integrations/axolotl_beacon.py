@@ -132,6 +132,12 @@ _REFUSED = {
 }
 
 
+def note_window(model: Any) -> None:
+    """Called before Axolotl raises max_position_embeddings to sequence_len: beacons' texts are longer than the window,
+    whose end no position may pass."""
+    model._built_window = getattr(model.config, "max_position_embeddings", None)
+
+
 def load(model: Any, cfg: Any, inference: bool = False, config_only: bool = False) -> tuple[Any, Any] | None:
     """Axolotl's `load_adapter` hook: (model with the adapter, its config); None for an adapter that is not ours."""
     if not is_beacon(cfg):
@@ -144,6 +150,10 @@ def load(model: Any, cfg: Any, inference: bool = False, config_only: bool = Fals
     if config_only:
         return None, config
     loaded: Any
+    window = getattr(model, "_built_window", None)
+    if window and model.config.max_position_embeddings != window:
+        log.info("beacons: the window stays %d, Axolotl's %d is the longest text", window, cfg.get("sequence_len"))
+        model.config.max_position_embeddings = window
     if cfg.get("lora_model_dir"):
         loaded = PeftModel.from_pretrained(model, cfg.get("lora_model_dir"), is_trainable=not inference)
         saved = find_tuner(loaded).active_config

@@ -124,6 +124,8 @@ def test_a_run_trains_beacons_and_nothing_else(whole):
     assert any("beacon_embedding" in name for name in found["moved"])
     assert found["callbacks"].count("BeaconCallback") == 1
     assert "the first step that condensed left a gradient" in whole.output
+    # Axolotl raises the model's window to sequence_len, 128 here, where it is shorter.
+    assert found["max"] == 64 and "the window stays 64" in whole.output
     assert len({tuple(each) for each in found["ratios"]}) > 1  # drawn anew for each step
 
 
@@ -268,11 +270,14 @@ def test_an_adapter_trained_otherwise_is_refused(home, whole):
         run(home, "no", lora_model_dir=str(home / "whole"), beacon={"interval": 32})
 
 
-EXAMPLE = Path(__file__).parents[2] / "example_configs" / "beacon" / "axolotl_beacon.yaml"
+EXAMPLE = distributed.CONFIGS / "beacon" / "axolotl_beacon.yaml"
+QUICK = EXAMPLE.with_name("quickstart.yaml")
 
 
-def test_the_example_fits_the_schema(home):
-    """As it is, for a machine with a GPU; only the base model is a local one."""
+@pytest.mark.parametrize("path", [EXAMPLE, QUICK], ids=lambda path: path.stem)
+def test_an_example_fits_the_schema(home, path):
+    """As it is, the first for a machine with a GPU; only the base model is a local one."""
+    given = yaml.safe_load(path.read_text())
 
     def case() -> tuple[list[str], Any, Any]:
         from axolotl.cli.config import prepare_plugins
@@ -280,14 +285,15 @@ def test_the_example_fits_the_schema(home):
         from axolotl.utils.config import validate_config
         from axolotl.utils.dict import DictDefault
 
-        values = {**yaml.safe_load(EXAMPLE.read_text()), "base_model": str(home / "base")}
+        values = {**given, "base_model": str(home / "base")}
         cfg = DictDefault(values)
         prepare_plugins(cfg)
         unknown = sorted(set(values) - set(merge_input_args()[1].model_fields))
         found = validate_config(cfg).to_dict()
-        return unknown, found["beacon"], found["gradient_checkpointing_kwargs"]
+        return unknown, found["beacon"], found.get("gradient_checkpointing_kwargs")
 
-    assert forked(case).value == ([], yaml.safe_load(EXAMPLE.read_text())["beacon"], {"use_reentrant": False})
+    checkpointing = {"use_reentrant": False} if given.get("gradient_checkpointing") else None
+    assert forked(case).value == ([], given["beacon"], checkpointing)
 
 
 def test_the_example_runs(home):
@@ -295,7 +301,36 @@ def test_the_example_runs(home):
     values = yaml.safe_load(EXAMPLE.read_text())
     kept = ("base_model", "special_tokens", "datasets", "output_dir", "dataset_prepared_path", "bf16", "optimizer")
     changes = {key: value for key, value in values.items() if key not in kept}
-    changes |= {"beacon": {**values["beacon"], "interval": 32}, "sequence_len": 128, "learning_rate": 1e-3}
+    changes |= {"beacon": {**values["beacon"], "interval": 32, "headroom": 0}, "sequence_len": 128, "learning_rate": 1e-3}
     changes |= {"gradient_accumulation_steps": 1, "save_steps": None, "max_steps": 2, "logging_steps": 1}
     found = run(home, "example", **changes).value
     assert found["moved"] and len(found["losses"]) == 2
+
+
+def test_the_quick_start_trains(home):
+    """Two steps on rows of its own script, with the real base; benchmarks/beacon_learning.py runs all of it."""
+
+    def write() -> None:
+        import random
+        import sys
+
+        from transformers import AutoTokenizer
+
+        sys.path.insert(0, str(QUICK.parent))
+        from quickstart_data import FactDocuments, row
+
+        documents = FactDocuments(AutoTokenizer.from_pretrained(distributed.CONFIGS / "quickstart" / "base"))
+        rng = random.Random(0)
+        rows = [row(*documents.draw(192, (8, 50), rng)) for _ in range(32)]
+        (home / "facts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    forked(write)
+    values = yaml.safe_load(QUICK.read_text())
+    values |= {"base_model": str(distributed.CONFIGS.parent / values["base_model"]), "special_tokens": None}
+    del values["output_dir"]
+    values["datasets"][0]["path"] = str(home / "facts.jsonl")
+    values |= {"dataset_prepared_path": str(home / "facts"), "logging_steps": 1}
+    found = run(home, "quick", **{**values, "max_steps": 2, "save_steps": None}).value
+    assert len(found["losses"]) == 2 and 1 < found["losses"][0] < 3  # nothing but digits has a label
+    assert found["lengths"] == [192, 192] and found["max"] == 128
+    assert found["moved"] and all("beacon_" in name for name in found["moved"])
