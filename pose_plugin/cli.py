@@ -58,12 +58,21 @@ def synthesize(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
+def plan(parser: argparse.ArgumentParser) -> Run:
+    """tell what a training run will do: window, rope, distances, tokens and memory, from its config alone"""
+    from pose_plugin.plan import command
+
+    command.add_arguments(parser)
+    return command.run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "card": card,
     "check": check,
     "coverage": coverage,
     "evaluate": evaluate,
     "export": export,
+    "plan": plan,
     "synthesize": synthesize,
 }
 

@@ -1,0 +1,146 @@
+"""What a training step takes on each GPU, reckoned from sizes: no model is built and nothing is measured here.
+
+Bytes of a trained parameter: its weight, its gradient and what the optimizer keeps (ZeRO, arXiv 1910.02054, section 3:
+2 + 2 + 12 with Adam in mixed precision). A frozen one has its weight alone; in NF4 with double quantisation 4.127 bits
+(QLoRA, arXiv 2305.14314). ZeRO divides the optimizer by the GPUs from stage 1, gradients from 2, weights from 3.
+
+What a layer keeps for its backward pass, a token, in bytes of bf16 with fused attention (what autograd keeps of a
+transformers Llama; Korthikanti et al., arXiv 2205.05198, count other layers in the same way):
+
+    16·hidden + 4·queries + 4·keys + 8·intermediate + 4·heads + 8
+
+With gradient checkpointing a layer keeps its input, 2·hidden, and one layer at a time keeps all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pose_plugin.plan.architecture import Architecture
+
+Method = Literal["full", "lora", "qlora", "8bit"]
+# Bits of a weight in NF4: 4, and the constants of each 64 weights in 8 bits, those of each 256 of them in 32.
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+NF4_BITS_SINGLE = 4 + 32 / 64
+_INT8 = 1.0
+# Numbers that the optimizer keeps of a parameter, and bytes of each; None: as wide as the trained weight.
+OPTIMIZERS: dict[str, tuple[int, float | None]] = {
+    "adamw": (2, None),
+    "adamw_8bit": (2, 1 + 4 / 256),
+    "lion": (1, None),
+    "lion_8bit": (1, 1 + 4 / 256),
+    "adafactor": (0, None),
+    "sgd": (0, None),
+}
+# bf16 logits, their float32 log-probabilities, and the gradients of both.
+_LOGIT = 12
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the memory of a step depends on, beside the model.
+
+    Attributes:
+        lora_rank, lora_targets: of the adapter.
+        saved_modules: trained whole beside it.
+        weight_bytes: of a weight that is not quantised: 2 in bf16, 4 in float32.
+        trained_bytes: of a trained weight and of its gradient. float32 for adapters, for what is trained beside them,
+            and where the trainer computes in bf16 beside float32 weights.
+        master: a float32 copy of trained bf16 weights, as DeepSpeed keeps it, with its optimizer.
+        stage: of ZeRO; 3 also for FSDP with full sharding.
+        offload: the optimizer is kept outside of the GPU.
+        fused_loss: the loss is computed without all logits at once.
+    """
+
+    method: Method = "full"
+    lora_rank: int = 0
+    lora_targets: list[str] = field(default_factory=list)
+    saved_modules: list[str] = field(default_factory=list)
+    double_quant: bool = True
+    weight_bytes: int = 2
+    trained_bytes: int = 2
+    master: bool = False
+    optimizer: str = "adamw"
+    stage: int = 0
+    gpus: int = 1
+    offload: bool = False
+    checkpointing: bool = False
+    eager: bool = False
+    fused_loss: bool = False
+    rows: int = 1
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    trained_parameters: int
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
+
+    def parts(self) -> dict[str, float]:
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "gathered")
+        return {name: getattr(self, name) for name in names}
+
+
+def memory(model: Architecture, run: Run) -> Memory:
+    """Reckons a step of `rows` rows of `window` tokens on each GPU."""
+    trained = model.total
+    weights = model.total * float(run.weight_bytes)
+    if run.method != "full":
+        adapter = model.lora(run.lora_rank, run.lora_targets)
+        trained = adapter + model.beside(run.saved_modules)
+        bits = {"qlora": NF4_BITS if run.double_quant else NF4_BITS_SINGLE, "8bit": 8 * _INT8}.get(run.method)
+        if bits:
+            # Embeddings, the output head and norms are not quantised.
+            inside = model.layers * model.layer_linear
+            weights += inside * (bits / 8 - run.weight_bytes)
+        # PEFT keeps what was there of modules that are trained whole.
+        weights += trained * run.trained_bytes
+    else:
+        weights = model.total * float(run.trained_bytes)
+    gradients = trained * float(run.trained_bytes)
+    count, wide = OPTIMIZERS[run.optimizer]
+    width = wide if wide is not None else (4.0 if run.master else float(run.trained_bytes))
+    optimizer = trained * (count * width + (4.0 if run.master else 0.0))
+    share = 1 / max(run.gpus, 1)
+    gathered = 0.0
+    if run.stage >= 3:
+        # A layer is put together while it works, and the next one is fetched meanwhile; the embeddings once.
+        wide_layer = max(2 * model.layer_linear, model.embeddings)
+        gathered = wide_layer * 2.0 * (1 - share)
+    return Memory(
+        weights=weights * (share if run.stage >= 3 else 1),
+        gradients=gradients * (share if run.stage >= 2 else 1),
+        optimizer=0.0 if run.offload else optimizer * (share if run.stage >= 1 else 1),
+        activations=activations(model, run),
+        logits=0.0 if run.fused_loss else float(_LOGIT) * run.rows * run.window * model.vocabulary,
+        gathered=gathered,
+        trained_parameters=trained,
+    )
+
+
+def layer_bytes(model: Architecture, window: int, eager: bool = False) -> float:
+    """What a layer keeps of a token for its backward pass, in bytes; scores are kept by eager attention alone."""
+    intermediate = model.intermediate * model.experts_used
+    kept = 16 * model.hidden + 4 * model.queries + 4 * model.key_values + 8 * intermediate + 4 * model.heads + 8
+    if eager:
+        kept += 6 * model.heads * window + 4 * (model.queries - model.key_values) - 4 * model.heads
+    return float(kept)
+
+
+def activations(model: Architecture, run: Run) -> float:
+    """Bytes kept from the forward to the backward pass of one step."""
+    layer = layer_bytes(model, run.window, run.eager)
+    kept = model.layers * 2 * model.hidden + layer if run.checkpointing else model.layers * layer
+    return kept * run.rows * run.window

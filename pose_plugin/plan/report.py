@@ -1,0 +1,103 @@
+"""A plan as text for the terminal."""
+
+from __future__ import annotations
+
+from pose_plugin.plan.training import Plan
+
+_METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, 4 bits", "8bit": "LoRA on 8-bit weights"}
+
+
+def text(plan: Plan) -> str:
+    """The whole plan, section by section; every number of memory is reckoned and says so."""
+    inputs = plan.inputs
+    parts = [f"Plan for {inputs.base}\n"]
+    if plan.target is None:
+        parts.append(f"Window     {plan.window} tokens; nothing is extended")
+    else:
+        parts.append(f"Window     {plan.window} tokens are trained, {plan.target} are wanted ({_sampler(plan)})")
+    if plan.rope is not None:
+        parts.append(f"RoPE       before: {plan.rope.before}\n           after:  {plan.rope.after}")
+        parts += [f"           {note}" for note in plan.rope.notes]
+    parts.append(_steps(plan))
+    parts.append("\n" + _memory(plan))
+    if plan.buckets:
+        parts.append("\n" + _coverage(plan))
+    parts += [f"\nNote: {note}" for note in inputs.notes]
+    parts += [f"\nWarning: {warning}" for warning in plan.warnings]
+    return "\n".join(parts)
+
+
+def _sampler(plan: Plan) -> str:
+    settings = plan.inputs.settings
+    if settings is None or settings.sampler == "none":
+        return "plain positions"
+    chunks = "" if settings.sampler in ("randpos", "cream", "sentences") else f", {settings.chunks} chunks"
+    plain = f", {settings.unskipped_ratio:.0%} of the rows plain" if settings.unskipped_ratio else ""
+    return f"sampler {settings.sampler}{chunks}{plain}"
+
+
+def _steps(plan: Plan) -> str:
+    run, inputs = plan.inputs.run, plan.inputs
+    rows = f"{run.rows} rows × {inputs.accumulate} × {run.gpus} GPU{'s' if run.gpus != 1 else ''}"
+    step = plan.rows_of_step * plan.window
+    lines = [f"Step       {plan.rows_of_step} rows ({rows}), up to {step:,} tokens"]
+    if plan.rows and inputs.steps:
+        lines.append(f"In all     {inputs.steps} steps, {plan.rows:,} rows, up to {step * inputs.steps:,} tokens")
+        if plan.target and plan.target > plan.window:
+            lines.append(
+                f"           full-length rows would be {plan.rows * plan.target:,} tokens, "
+                f"{plan.target / plan.window:g} times as many"
+            )
+    else:
+        lines.append("In all     not known here: --steps, or --rows of the data set")
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> str:
+    run, used = plan.inputs.run, plan.memory
+    how = _METHODS[run.method]
+    sharded = {0: "", 1: ", ZeRO-1", 2: ", ZeRO-2", 3: ", ZeRO-3 or FSDP"}[run.stage]
+    kept = ", gradient checkpointing" if run.checkpointing else ""
+    lines = [
+        f"Memory on each GPU, reckoned ({how}{sharded}{kept}); {used.trained_parameters:,} of "
+        f"{plan.model.total:,} parameters are trained"
+    ]
+    for name, value in used.parts().items():
+        if value:
+            lines.append(f"  {_NAMES[name]:<32} {_gib(value)}")
+    lines.append(f"  {'together':<32} {_gib(used.total)}" + (
+        f"  of {plan.gpu_bytes / 2**30:g} GiB" if plan.gpu_bytes else ""))  # fmt: skip
+    if plan.memory_full_length and plan.target and plan.target > plan.window:
+        lines.append(f"  {f'full-length rows of {plan.target}':<32} {_gib(plan.memory_full_length.total)}")
+    lines.append("  CUDA itself takes about 1 GiB more, and what the allocator cannot use")
+    return "\n".join(lines)
+
+
+_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "gathered": "weights gathered while they work",
+}
+
+
+def _coverage(plan: Plan) -> str:
+    settings = plan.inputs.settings
+    about = " (borders as often as usual)" if settings and settings.sampler in ("turns", "sentences") else ""
+    known = plan.rows is not None
+    lines = [f"Distances between two tokens{about}: chance that a row holds one, and rows that will have"]
+    rows = [("distance", "chance", "rarest", *(("rows", "rarest") if known else ()))]
+    for each in plan.buckets:
+        cells = [f"{each.first}–{each.last}", f"{each.chance:.3f}", f"{each.rarest:.3f}"]
+        if each.rows is not None and each.rows_rarest is not None:
+            cells += [f"{each.rows:,.0f}", f"{each.rows_rarest:,.0f}"]
+        rows.append(tuple(cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(lines)
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:9.2f} GiB" if value >= 2**30 / 10 else f"{value / 2**20:9.2f} MiB"

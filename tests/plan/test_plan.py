@@ -1,0 +1,255 @@
+"""`pose-plugin plan`: what it reads out of a YAML, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pose_plugin.cli import main
+from pose_plugin.errors import PoSEError
+from pose_plugin.plan.inputs import from_values, from_yaml
+from pose_plugin.plan.training import as_dict, make_plan
+from tests.plan.test_architecture import LLAMA3_8B
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "example_configs").glob("*/*.yaml"))
+# Those of accelerate are no Axolotl YAMLs.
+EXAMPLES = [path for path in EXAMPLES if path.parent.name != "accelerate"]
+OTHERS = {
+    "Qwen/Qwen2.5-7B-Instruct": {"model_type": "qwen2"},
+    "Qwen/Qwen3-8B": {"model_type": "qwen3", "head_dim": 128},
+    "mistralai/Mistral-7B-v0.3": {"model_type": "mistral", "sliding_window": None},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
+    return str(folder)
+
+
+def values(base, **changes):
+    return {
+        "base_model": base,
+        "sequence_len": 8192,
+        "pose": {"target_length": 32768, "rope": {"type": "base", "theta": 8e6}},
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 1000,
+        "bf16": True,
+        **changes,
+    }
+
+
+def plan_of(base, gpus=8, gpu_gib=None, steps=None, rows=None, **changes):
+    inputs = from_values(values(base, **changes), gpus=gpus, steps=steps, rows=rows)
+    return make_plan(inputs, gpu_gib, draws=200)
+
+
+def test_numbers_of_a_plan(base):
+    plan = plan_of(base)
+    found = as_dict(plan)
+    assert (found["window"], found["target"], found["rows_of_step"], found["rows"]) == (8192, 32768, 64, 64_000)
+    assert found["tokens"] == {
+        "step": 64 * 8192,
+        "all": 64_000 * 8192,
+        "all_full_length": 64_000 * 32768,
+    }
+    assert "theta 500000" in found["rope"]["before"] and "8e+06" in found["rope"]["after"]
+    assert found["parameters"] == {"all": 8_030_261_248, "trained": 8_030_261_248}
+    assert found["memory_bytes"]["total"] == plan.memory.total
+    assert found["memory_bytes_full_length"] > plan.memory.total
+
+
+def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
+    plan = plan_of(base)
+    assert [(each.first, each.last) for each in plan.buckets] == [
+        (1, 4095), (4096, 8191), (8192, 16383), (16384, 24575), (24576, 32767),
+    ]  # fmt: skip
+    for each in plan.buckets:
+        chances = plan.seen.probability[each.first : each.last + 1]
+        assert each.chance == pytest.approx(chances.mean()) and each.rarest == chances.min()
+        assert each.rows == pytest.approx(each.chance * 64_000)
+    assert plan.buckets[0].chance > 0.99
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, {"method": "full", "stage": 0, "trained_bytes": 2, "master": False}),
+        ({"bf16": False, "fp16": False}, {"weight_bytes": 4, "trained_bytes": 4}),
+        ({"deepspeed": str(ROOT / "example_configs/deepspeed/zero3.json")}, {"stage": 3, "master": True}),
+        ({"deepspeed": "deepspeed_configs/zero2.json"}, {"stage": 2}),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, {"stage": 3, "offload": False}),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+            {"stage": 2, "offload": True},
+        ),
+        ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optimizer": "muon"}, {"optimizer": "adamw"}),
+        ({"gradient_checkpointing": True, "liger_fused_linear_cross_entropy": True},
+         {"checkpointing": True, "fused_loss": True}),
+        ({"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_target_modules": ["q_proj"]},
+         {"method": "qlora", "lora_rank": 32, "lora_targets": ["q_proj"], "trained_bytes": 4}),
+        ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True}, {"method": "8bit"}),
+        ({"attn_implementation": "eager"}, {"eager": True}),
+    ],
+)  # fmt: skip
+def test_what_is_read_out_of_a_yaml(base, changes, expected):
+    run = from_values(values(base, **changes), gpus=4).run
+    assert {name: getattr(run, name) for name in expected} == expected
+    assert (run.gpus, run.rows, run.window) == (4, 2, 8192)
+
+
+def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 96 + "\n")
+    data = {"max_steps": None, "num_epochs": 2, "datasets": [{"path": str(tmp_path / "rows.jsonl")}]}
+    assert from_values(values(base, **data), gpus=2).steps == 12
+    assert from_values(values(base, **data), gpus=2, rows=1600).steps == 200
+    assert from_values(values(base, **data), gpus=2, steps=7).steps == 7
+    packed = from_values(values(base, **data, sample_packing=True), gpus=2)
+    assert "at most as many steps" in packed.notes[0]
+    elsewhere = {**data, "datasets": [{"path": "someone/data", "type": "chat_template"}]}
+    unknown = from_values(values(base, **elsewhere))
+    assert unknown.steps is None and unknown.chat
+    assert "the number of steps is not known here" in " ".join(make_plan(unknown, draws=50).warnings)
+
+
+LORA = {"adapter": "lora", "lora_r": 8, "lora_target_linear": True}
+FAR = {"pose": {"target_length": 131072, "rope": "yarn"}}
+
+
+@pytest.mark.parametrize(
+    "changes, options, text",
+    [
+        ({"max_steps": 20}, {"gpus": 1}, "160 rows in all are few"),
+        ({"max_steps": 20}, {"gpus": 1}, "will be in fewer than 100 rows"),
+        ({"pose": {"target_length": 32768, "sampler": "none", "rope": "yarn"}}, {}, "are in no row, the nearest 8192"),
+        ({**LORA, **FAR}, {}, "leaves embeddings and norms frozen"),
+        ({**LORA, **FAR, "lora_modules_to_save": ["embed_tokens"]}, {}, "leaves norms frozen"),
+        ({}, {"gpu_gib": 24}, "GiB are reckoned on each GPU, which has 24. What takes less: gradient_checkpointing"),
+        ({"sequence_len": 16384}, {}, "is longer than the base's own, 8192"),
+        ({"pose": None}, {}, "there is no `pose:` block"),
+        ({"pose": {"target_length": 32768, "sampler": "turns", "rope": "yarn"}}, {}, "sampler=turns needs chats"),
+        ({"pose": {"target_length": 32768, "rope": "yarn", "content": "skip", "train_length": 2048},
+          "datasets": [{"path": "x", "type": "chat_template"}]}, {}, "takes pieces out of chats"),
+    ],
+)  # fmt: skip
+def test_warnings(base, changes, options, text):
+    said = plan_of(base, **options, **changes).warnings
+    assert any(text in warning for warning in said), said
+
+
+def test_a_run_like_the_papers_has_no_warnings(base):
+    assert plan_of(base, gpu_gib=80, deepspeed={"zero_optimization": {"stage": 3}}, gradient_checkpointing=True,
+                   liger_fused_linear_cross_entropy=True).warnings == []  # fmt: skip
+
+
+def test_warnings_of_the_rope_are_told(tmp_path):
+    sliding = {**LLAMA3_8B, "model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(sliding))
+    said = plan_of(str(tmp_path), pose={"target_length": 65536, "rope": "yarn"}).warnings
+    assert any("sliding" in warning for warning in said)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_example_has_a_plan(path, tmp_path, monkeypatch):
+    """Bases are names of the Hub: a folder with the config alone stands in for them."""
+    monkeypatch.chdir(ROOT)
+    name = yaml.safe_load(path.read_text())["base_model"]
+    config = {**LLAMA3_8B, **OTHERS.get(name, {})}
+    windows = {
+        "meta-llama/Llama-2-7b-hf": 4096,
+        "TinyLlama/TinyLlama_v1.1": 2048,
+        "example_configs/quickstart/base": 256,
+    }
+    config["max_position_embeddings"] = windows.get(name, 8192)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = make_plan(from_yaml(path, str(tmp_path), gpus=8, steps=1000), draws=50)
+    found = as_dict(plan)
+    assert found["memory_bytes"]["total"] > 0 and found["tokens"]["all"] == found["tokens"]["step"] * 1000
+    assert (found["target"] is None) == ("pose" not in yaml.safe_load(path.read_text()))
+    json.dumps(found)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_command_prints_and_draws(base, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(values(base)))
+    line = ["plan", str(config), "--gpus", "8", "--gpu-memory", "80", "--draws", "100"]
+    assert main([*line, "--output", str(tmp_path / "new" / "plan.png")]) == 0
+    out = capsys.readouterr().out
+    for piece in ("8192 tokens are trained, 32768 are wanted", "theta 500000", "1000 steps, 64,000 rows", "reckoned",
+                  "of 80 GiB", "24576–32767", "Written:"):  # fmt: skip
+        assert piece in out
+    assert (tmp_path / "new" / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert main([*line, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 64_000
+
+
+def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
+    line = ["plan", "--base", base, "--target-length", "32768", "--train-length", "8192", "--rope", "base:8e6",
+            "--gpus", "8", "--rows-of-gpu", "2", "--accumulate", "4", "--steps", "1000", "--draws", "200",
+            "--json"]  # fmt: skip
+    assert main(line) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(as_dict(plan_of(base))))
+    assert main([*line, "--method", "qlora", "--zero", "3", "--checkpointing"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "qlora" and found["parameters"]["trained"] == 41_943_040
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        (["nowhere.yaml"], "nowhere.yaml is no file"),
+        ([], "--base, --target-length, --train-length missing"),
+        (["{yaml}", "--target-length", "5"], "--target-length and"),
+        (["{yaml}", "--gpus", "0"], "--gpus 0 must be above 0"),
+        (["{yaml}", "--output", "plan.gif"], "must end in one of"),
+        (["{hub}"], "the config.json of someone/model is not on this machine. Give a folder that has it by --base"),
+        (["{hub}", "--base", "/nowhere"], "someone/model is not on this machine (looked in /nowhere)"),
+        (["{broken}"], "is not valid YAML"),
+        (["{bad}"], "pose.target_lenght=5 is not a known key"),
+        (["--base", "{base}", "--target-length", "9", "--train-length", "8", "--rope", "base:x"], "must be a number"),
+        (["--base", "{base}", "--target-length", "4096", "--train-length", "2048"], "target_length"),
+    ],
+)
+def test_refused(base, tmp_path, capsys, line, text):
+    files = {"base": base}
+    for name, content in {
+        "yaml": yaml.safe_dump(values(base)),
+        "hub": yaml.safe_dump(values("someone/model")),
+        "broken": "a: [1",
+        "bad": yaml.safe_dump(values(base, pose={"target_lenght": 5})),
+    }.items():
+        files[name] = str(tmp_path / f"{name}.yaml")
+        Path(files[name]).write_text(content)
+    assert main(["plan", *(word.format(**files) for word in line)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_package_imports_no_torch():
+    """transformers, which knows the defaults of each family, is imported for the rope alone."""
+    code = (
+        "import sys, pose_plugin.plan.command, pose_plugin.plan.training, pose_plugin.plan.figure, pose_plugin.plan.report; "
+        "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
+    (tmp_path / "x.yaml").write_text("a: 1")
+    with pytest.raises(PoSEError, match="has no base_model"):
+        from_yaml(tmp_path / "x.yaml")
+    with pytest.raises(PoSEError, match="neither sequence_len nor"):
+        from_values({"base_model": base, "pose": {"target_length": 9}})
