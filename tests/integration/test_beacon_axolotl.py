@@ -301,7 +301,11 @@ def test_the_example_runs(home):
     values = yaml.safe_load(EXAMPLE.read_text())
     kept = ("base_model", "special_tokens", "datasets", "output_dir", "dataset_prepared_path", "bf16", "optimizer")
     changes = {key: value for key, value in values.items() if key not in kept}
-    changes |= {"beacon": {**values["beacon"], "interval": 32, "headroom": 0}, "sequence_len": 128, "learning_rate": 1e-3}
+    changes |= {
+        "beacon": {**values["beacon"], "interval": 32, "headroom": 0},
+        "sequence_len": 128,
+        "learning_rate": 1e-3,
+    }
     changes |= {"gradient_accumulation_steps": 1, "save_steps": None, "max_steps": 2, "logging_steps": 1}
     found = run(home, "example", **changes).value
     assert found["moved"] and len(found["losses"]) == 2
