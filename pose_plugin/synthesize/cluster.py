@@ -13,7 +13,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize.texts import Document
 
 # Below, texts share their language and no subject; above, they are copies, and there is nothing to compare.
-RELATED, COPY = 0.1, 0.95
+RELATED, COPY = 0.1, 0.9
 ROWS_AT_ONCE = 256
 
 
