@@ -149,16 +149,17 @@ def base_config(place: str, name: str | None = None) -> dict[str, Any]:
 
 
 def _cached(name: str) -> Path | None:
+    """From the cache of the Hub's client; the one small file is fetched where it is not and the Hub may be asked."""
     try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HFValidationError, HfHubHTTPError, OSError, ValueError):
+        # No such name, no right to it, no network, or offline by HF_HUB_OFFLINE.
         return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:

@@ -130,17 +130,25 @@ def memory(model: Architecture, run: Run) -> Memory:
     )
 
 
-def layer_bytes(model: Architecture, window: int, eager: bool = False) -> float:
-    """What a layer keeps of a token for its backward pass, in bytes; scores are kept by eager attention alone."""
+def layer_bytes(model: Architecture, window: int, eager: bool = False, element: int = 2) -> float:
+    """What a layer keeps of a token for its backward pass, in bytes.
+
+    Args:
+        window: tokens of a row; with eager attention each token keeps a score for all of them.
+        element: bytes of an activation, 2 in bf16 and 4 in float32.
+    """
     intermediate = model.intermediate * model.experts_used
-    kept = 16 * model.hidden + 4 * model.queries + 4 * model.key_values + 8 * intermediate + 4 * model.heads + 8
+    kept = element * (4 * model.hidden + 2 * model.queries + 2 * model.key_values + 4 * intermediate)
+    # The norms' inputs in float32, and a number for each head and norm.
+    kept += 8 * model.hidden + 4 * model.heads + 8
     if eager:
-        kept += 6 * model.heads * window + 4 * (model.queries - model.key_values) - 4 * model.heads
+        scores = model.heads * window * (4 + (element if element < 4 else 0))
+        kept += scores + 2 * element * (model.queries - model.key_values) - 4 * model.heads
     return float(kept)
 
 
 def activations(model: Architecture, run: Run) -> float:
     """Bytes kept from the forward to the backward pass of one step."""
-    layer = layer_bytes(model, run.window, run.eager)
-    kept = model.layers * 2 * model.hidden + layer if run.checkpointing else model.layers * layer
+    layer = layer_bytes(model, run.window, run.eager, run.weight_bytes)
+    kept = model.layers * run.weight_bytes * model.hidden + layer if run.checkpointing else model.layers * layer
     return kept * run.rows * run.window

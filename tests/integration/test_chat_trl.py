@@ -24,6 +24,15 @@ MARKED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+USER = chat_tokenizer().convert_tokens_to_ids("user")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once():
+    """For all forked cases; each would import TRL anew."""
+    import datasets  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401
+
 
 def sft(folder: Path, rows: list[dict[str, Any]], pose: dict[str, Any], template: str = MARKED, **config: Any) -> Any:
     from datasets import Dataset
@@ -117,19 +126,23 @@ def test_labels_of_text_that_quotes_the_template_and_of_rows_that_are_too_long(t
     assert rows == [tuple(part[:64] for part in row) for row in whole]
 
 
+# transformers 5.16 and 5.20 get two kinds of answers wrong, 5.24 gets them right: what is wrong is found.
 def test_a_mask_that_runs_on_is_found_before_the_first_step(tmp_path):
-    """Where {% generation %} ends in a blank, transformers marks all that follows: no framework says so."""
+    """Where {% generation %} ends in a blank, all that follows counts as the answer."""
     running = MARKED.replace("'<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "'<|im_end|> ' }}{% endgeneration %}")
     assert running != MARKED
 
     def case():
         trainer = sft(tmp_path, chats(), {}, template=running)
         trainer.train()
-        return [row["labels"][-1] != -100 for row in trainer.train_dataset]
+        rows = list(trainer.train_dataset)
+        # The first question after an answer.
+        return [row["labels"][row["input_ids"].index(USER, 3)] != -100 for row in rows]
 
     outcome = forked(case)
-    assert all(outcome.value)
-    assert "12 of 12 rows have the header of a turn in the loss" in outcome.output
+    wrong = sum(outcome.value)
+    assert wrong in (0, 12)
+    assert ("12 of 12 rows have the header of a turn in the loss" in outcome.output) == bool(wrong)
 
 
 def test_an_answer_that_falls_out_of_the_loss_is_found_before_the_first_step(tmp_path):
@@ -144,9 +157,9 @@ def test_an_answer_that_falls_out_of_the_loss_is_found_before_the_first_step(tmp
         return trainer.train_dataset[5]["labels"][-5:]
 
     outcome = forked(case)
-    assert set(outcome.value) == {-100}
-    assert "1 of 12 rows have an answer in the loss and a later one that is not" in outcome.output
-    assert "the first: row 5, which begins" in outcome.output
+    wrong = set(outcome.value) == {-100}
+    assert wrong == ("1 of 12 rows have an answer in the loss and a later one that is not" in outcome.output)
+    assert wrong == ("the first: row 5, which begins" in outcome.output)
 
 
 def test_sentences_and_cream(tmp_path):

@@ -98,16 +98,16 @@ def kept_by_autograd(model, ids) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "intermediate_size": 96, "num_attention_heads": 8}])
-def test_what_a_layer_keeps_for_its_backward_pass(attention, shape):
+def test_what_a_layer_keeps_for_its_backward_pass(attention, shape, dtype):
     ids = torch.arange(96).reshape(2, 48) % 128
     two, three = (
-        kept_by_autograd(make_llama(attention, **shape, num_hidden_layers=n).to(torch.bfloat16).train(), ids)
-        for n in (2, 3)
+        kept_by_autograd(make_llama(attention, **shape, num_hidden_layers=n).to(dtype).train(), ids) for n in (2, 3)
     )
     sizes = architecture(make_llama(**shape).config)
-    assert (three - two) / ids.numel() == layer_bytes(sizes, 48, attention == "eager")
+    assert (three - two) / ids.numel() == layer_bytes(sizes, 48, attention == "eager", dtype.itemsize)
 
 
 def test_checkpointing_keeps_a_layers_input():
