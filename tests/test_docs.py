@@ -117,6 +117,31 @@ def test_coverage_commands(tmp_path, monkeypatch, capsys):
         assert "distance" in capsys.readouterr().out
 
 
+def test_plan_commands(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    from pose_plugin.cli import main
+    from tests.plan.test_architecture import LLAMA3_8B
+
+    (tmp_path / "example_configs").symlink_to(ROOT / "example_configs")
+    (tmp_path / "Meta-Llama-3-8B-Instruct").mkdir()
+    (tmp_path / "Meta-Llama-3-8B-Instruct" / "config.json").write_text(json.dumps(LLAMA3_8B))
+    monkeypatch.chdir(tmp_path)
+    # Of the page and the README; the tutorial's has a base on the Hub, and a test of its own.
+    lines = [line for line in commands("pose-plugin plan") if "--base" in line or "quickstart" in line[2]]
+    assert len(lines) == 4
+    for line in lines:
+        assert main([*line[1:], "--draws", "50"]) == 0
+        assert "quickstart" in line[2] or "theta" in capsys.readouterr().out
+    assert (tmp_path / "plan.png").exists()
+    (shown,) = re.findall(
+        r"^```\n(Window .*?)^```", (ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    main([*next(line for line in lines if "--output" in line)[1:], "--draws", "50"])
+    printed = capsys.readouterr().out
+    for line in shown.splitlines():
+        assert line in printed
+
+
 def test_quick_start_commands_name_files_that_exist():
     for line in commands("python example_configs") + commands("axolotl train example_configs"):
         script = next(word for word in line if word.startswith("example_configs"))
