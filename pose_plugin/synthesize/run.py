@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,10 @@ async def ask_for(items: list[Item], settings: Settings, ask: Asker) -> list[Mad
                 results[number] = await MODULES[item.task].make(item, settings, ask)
             except StopError:
                 return
+            except BaseException:
+                # A fault of ours: the others must not go on paying for what will not be written.
+                ask.stop("an unexpected error")
+                raise
             for sentence in results[number].given_up:  # type: ignore[union-attr]
                 log.warning(f"left out: {item.documents[0].source}, {item.task}, {sentence}")
 
@@ -257,10 +261,15 @@ def _tail(
 @contextmanager
 def _bar(items: list[Item], settings: Settings, ledger: Ledger, progress: bool) -> Iterator[Callable[[], None]]:
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     from pose_plugin.synthesize.plan import Plan
 
-    with tqdm(total=Plan(items, settings).requests, unit="request", disable=not progress) as bar:
+    # Messages stand above the bar, not in it.
+    with (
+        logging_redirect_tqdm([log]) if progress else nullcontext(),
+        tqdm(total=Plan(items, settings).requests, unit="request", disable=not progress) as bar,
+    ):
 
         def show() -> None:
             money = "" if ledger.spent is None else f", cost {ledger.spent:.4g}"

@@ -96,6 +96,8 @@ class Settings:
                 raise PoSEError(f"--tasks {task}={count} asks for no row; name at least 1, or leave the task out")
         if not self.tasks:
             raise PoSEError(f"--tasks names none; choose of {', '.join(TASKS)}")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise PoSEError(f"--base-url {self.base_url!r} is no address; write e.g. http://localhost:8000/v1")
         self._check_band()
         self._check_money()
 

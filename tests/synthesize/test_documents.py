@@ -247,6 +247,7 @@ BAD_SETTINGS = [
     ({"price_input": 1.0}, "one price is missing: give both"),
     ({"price_input": -1.0, "price_output": 1.0}, "--price-input -1.0 is no amount"),
     ({"budget": 5.0}, "--budget 5 needs prices to count by; add --price-input and --price-output"),
+    ({"base_url": "localhost:8000"}, "--base-url 'localhost:8000' is no address; write e.g. http://localhost:8000/v1"),
     ({"longer": "cut"}, "--longer 'cut' is unknown; choose of drop, split"),
 ]
 
@@ -280,7 +281,7 @@ def test_lines_that_cannot_work(place, tmp_path, capsys, change):
 
 
 def test_a_key_is_wanted_where_there_is_no_own_server(place, tmp_path, capsys):
-    line = arguments(place, tmp_path / "out", "")
+    line = arguments(place, tmp_path / "out", "http://x")
     del line[line.index("--base-url") : line.index("--base-url") + 2]
     assert main(line) == 2
     assert "no key in $OPENAI_API_KEY: export it" in capsys.readouterr().err

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
+import re
 
 from pose_plugin.cli import main
-from tests.synthesize.material import byte_tokenizer, make_books
-from tests.synthesize.server import Server
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a tokenizer and four books of 3000 tokens."""
-    folder = tmp_path_factory.mktemp("synthesize")
-    byte_tokenizer().save_pretrained(folder / "tokenizer")
-    make_books(folder / "books")
-    return folder
-
-
-def arguments(place, output, url, *more: str) -> list[str]:
-    line = ["synthesize", str(place / "books"), "--output", str(output), "--tokenizer", str(place / "tokenizer")]
-    line += ["--window", "6000", "--model", "writer", "--base-url", url, "--chunk-tokens", "600", "--quiet"]
-    return [*line, "--retry-wait", "0.01", *more]
-
-
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+from tests.synthesize.runs import arguments, lines, manifest
+from tests.synthesize.server import Server, documents_of, write_answer
 
 
 def test_single_detail_from_documents_to_rows(place, tmp_path):
@@ -47,3 +26,90 @@ def test_single_detail_from_documents_to_rows(place, tmp_path):
         (book,) = [book for book in books if first.startswith(book)]
         books.remove(book)
         assert book not in "".join(message["content"] for message in row["messages"][1:])
+
+
+def test_biographies(one_book, tmp_path):
+    with Server() as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 0
+        # Who they are, then one life each of those whom the book names.
+        assert len(server.log) == 3
+    (row,) = lines(tmp_path / "train.jsonl")
+    asked = [message["content"] for message in row["messages"][::2]]
+    assert asked[0].endswith("Write a biography of Ahab, as this book tells it.")
+    assert asked[1] == "Write a biography of Ishmael, as this book tells it."
+    assert row["messages"][3]["content"].startswith("Ishmael goes to sea.")
+    assert manifest(tmp_path)["left_out"] == {"named otherwise in the text": 1}
+
+
+def test_a_text_without_persons_gives_no_row(one_book, tmp_path):
+    with Server(write=lambda prompt: '{"characters": []}') as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 0
+        assert len(server.log) == 1
+    assert manifest(tmp_path)["left_out"] == {"rows without a question": 1, "tells of no persons": 1}
+
+
+def test_a_document_too_long_for_a_request_is_shown_in_excerpts(one_book, tmp_path):
+    shown = []
+
+    def write(prompt):
+        shown.extend(documents_of(prompt))
+        assert "excerpts of one document" in prompt
+        return write_answer(prompt)
+
+    with Server(write=write) as server:
+        line = arguments(one_book, tmp_path, server.url, "--tasks", "multi", "--request-tokens", "1300")
+        assert main(line) == 0
+    book = (one_book / "books" / "book0.txt").read_text()
+    places = [book.index(text) for text in shown]
+    # Two pieces of at most 600, the first and the last, and the row has all of the book.
+    assert len(shown) == 2 and places[0] == 0 and places[1] > 2000 and sum(map(len, shown)) <= 1200
+    assert lines(tmp_path / "train.jsonl")[0]["messages"][0]["content"].startswith(book)
+
+
+def test_progress_and_messages(one_book, tmp_path, capfd):
+    with Server(faults={0: "400 |too long"}) as server:
+        line = arguments(
+            one_book, tmp_path, server.url, "--price-input", "1", "--price-output", "1", "--concurrency", "1"
+        )
+        line.remove("--quiet")
+        assert main(line) == 1
+    err = capfd.readouterr().err
+    assert "left out: " in err and "single, piece 1: refused by the server: 400: too long" in err
+    assert re.search(r"5/5 .*, \d+ tokens in, 200 out, cost 0\.\d+", err)
+
+
+def test_rates_reach_the_pace(one_book, tmp_path, monkeypatch):
+    """How it spaces is tested by itself; here, that every request books its place with its tokens."""
+    from pose_plugin.synthesize import asking
+
+    booked = []
+
+    class Watched(asking.Pace):
+        def delay(self, now, tokens):
+            booked.append((self._seconds_a_request, self._seconds_a_token, tokens))
+            return super().delay(now, tokens)
+
+    monkeypatch.setattr(asking, "Pace", Watched)
+    rates = ("--requests-per-minute", "6000", "--tokens-per-minute", "6e7", "--answer-tokens", "100")
+    with Server() as server:
+        assert main(arguments(one_book, tmp_path, server.url, *rates)) == 0
+    assert len(booked) == 5 and {each[:2] for each in booked} == {(0.01, 1e-6)}
+    # A piece of at most 600 tokens, the prompt's own 350 and the longest answer.
+    assert all(750 <= tokens <= 1050 for _, _, tokens in booked)
+
+
+def test_an_error_of_ours_stops_the_others(place, tmp_path, monkeypatch):
+    from pose_plugin.synthesize.tasks import multi
+
+    async def broken(item, settings, ask):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(multi, "make", broken)
+    with Server(pause=0.1) as server:
+        try:
+            main(arguments(place, tmp_path, server.url, "--tasks", "multi,single", "--concurrency", "2"))
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError("the error was swallowed")
+        assert len(server.log) <= 2

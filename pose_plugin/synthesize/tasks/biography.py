@@ -9,7 +9,7 @@ from pose_plugin.synthesize.answers import Biography, Characters, UnusableError,
 from pose_plugin.synthesize.asking import Asker, Request
 from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
-from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, excerpts, tokens_of
+from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, excerpts, shortened, tokens_of
 from pose_plugin.synthesize.texts import pieces, spread
 
 # Tokens of the passages that a biography is written from.
@@ -37,7 +37,9 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
             made.dropped["named otherwise in the text"] += len(names) - len(known)
         return known[: settings.characters]
 
-    text = prompts.prompt(shown, prompts.CHARACTERS.format(count=settings.characters), form=prompts.CHARACTERS_FORM)
+    text = prompts.prompt(
+        shown, *shortened(shown), prompts.CHARACTERS.format(count=settings.characters), form=prompts.CHARACTERS_FORM
+    )
     request = Request(item.id, "characters", text, Characters, tokens_of(document, shown), names_in)
     names = (await ask_all(ask, [request], made))[0]
     if names == []:

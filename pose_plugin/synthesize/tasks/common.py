@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Question, Questions, UnusableError, parse
 from pose_plugin.synthesize.asking import Asker, GivenUpError, Request
 from pose_plugin.synthesize.rows import Turn
@@ -57,6 +58,11 @@ def excerpts(document: Document, text: str, settings: Settings) -> list[str]:
         return [text]
     parts = pieces(text, document.tokens, min(settings.chunk_tokens, settings.request_tokens))
     return spread(parts, max(1, settings.request_tokens // settings.chunk_tokens))
+
+
+def shortened(shown: list[str]) -> list[str]:
+    """What a prompt says where `excerpts` had to leave something out."""
+    return [prompts.EXCERPTS] if len(shown) > 1 else []
 
 
 def tokens_of(document: Document, texts: list[str]) -> int:

@@ -14,6 +14,7 @@ from pose_plugin.synthesize.tasks.common import (
     ask_all,
     excerpts,
     questions_from,
+    shortened,
     tokens_of,
 )
 
@@ -36,6 +37,7 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
 
     text = prompts.prompt(
         shown,
+        *shortened(shown),
         prompts.MULTI.format(count=settings.questions),
         prompts.QUOTES.format(where="the document", least="at least two, from different places"),
         form=prompts.QUESTIONS_FORM,
