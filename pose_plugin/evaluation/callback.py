@@ -12,8 +12,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation._model import device_of, innermost
 from pose_plugin.evaluation.finished import digest
 from pose_plugin.evaluation.in_step import InStep, in_step, require_same_plan
+from pose_plugin.evaluation.memory import require_room
 from pose_plugin.evaluation.passkey import PasskeyBuilder, documents, passkey
 from pose_plugin.evaluation.perplexity import perplexity, tokenised
 from pose_plugin.log import log
@@ -118,6 +120,9 @@ class EvaluationCallback(TrainerCallback):
         with together():
             tokenizer = self._tokenizer(given)
             model = in_step(given["model"], _caller(Trainer))
+            lengths = [*self.passkey_lengths, *self.perplexity_lengths]
+            if lengths and getattr(model, "config", None) is not None:
+                require_room(innermost(model).config, min(lengths), device_of(model))
             self._check_inputs(tokenizer)
             if self.check is not None:
                 self.check(model, tokenizer)

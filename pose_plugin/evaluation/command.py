@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TASKS = ("passkey", "perplexity", "needle", "topics", "longppl", "gap", "short")
 WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
+NEED = {"evaluator": "longppl", "short_context": "longppl", "short_length": "short",
+        "harness_limit": "harness", "harness_path": "harness"}  # fmt: skip
 EPILOG = """\
 example, the three rows every claim needs (base, RoPE only, trained):
   pose-plugin evaluate base-model my-adapter --extend target_length=32768,rope=yarn \\
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     sources = _sources(args)
     _settle(plan, args, sources)
 
+    from pose_plugin.evaluation.finished import writing
     from pose_plugin.evaluation.report import Report
     from pose_plugin.evaluation.session import Session
 
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         print(session.forecast(sources))
         return 0
+    session.finished.open()
     report = Report([], *_windows(args, sources))
     try:
         if evaluator is not None:
@@ -103,11 +107,13 @@ def run(args: argparse.Namespace) -> int:
                 # The same row, fuller each time, so that a stop in between keeps what there is.
                 report.models[number - 1 :] = [result]
                 result.notes[:] = [*source.notes, *_beyond(source, plan.lengths), *session.notes(source)]
-                report.write(output, figures=False)
+                with writing(output):
+                    report.write(output, figures=False)
     except KeyboardInterrupt:
         print(f"\nStopped. What is finished is kept in {output}; the same command goes on from there.")
         raise
-    written = report.write(output, figures=not args.no_figures)
+    with writing(output):
+        written = report.write(output, figures=not args.no_figures)
     print(_prompt_shown(report) + report.text())
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
     return 1 if session.left_out else 0
@@ -117,16 +123,23 @@ def _plan(args: argparse.Namespace, tasks: list[str]) -> Plan:
     from pose_plugin.evaluation.tasks import Plan
 
     for name in ("trials", "stride", "max_windows", "max_tokens", "batch_size", "short_context", "short_length",
-                 "harness_limit"):  # fmt: skip
+                 "harness_limit", "train_length", "target_length"):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
             raise PoSEError(f"--{name.replace('_', '-')} {value}: {name}={value} must be at least 1")
+    for name, task in NEED.items():
+        if getattr(args, name) is not None and task not in tasks:
+            way_out = "--harness TASKS" if task == "harness" else f"{task} in --tasks"
+            raise PoSEError(f"--{name.replace('_', '-')} {getattr(args, name)} has no effect without {way_out}")
+    twice = [path for path in dict.fromkeys(args.texts) if args.texts.count(path) > 1]
+    if twice:
+        raise PoSEError(f"--texts {twice[0]} is named twice and would count twice; name it once")
     return Plan(
         lengths=_lengths(args.lengths),
         texts=[_read(path) for path in args.texts] if any(task in WITH_TEXTS for task in tasks) else [],
         trials=args.trials,
         depths=_numbers("depths", args.depths) if args.depths else None,
-        kinds=tuple(kind.strip() for kind in args.kinds.split(",")),
+        kinds=tuple(_names(args.kinds)),
         filler=_read(args.filler) if args.filler else None,
         seed=args.seed,
         stride=args.stride,
@@ -232,6 +245,8 @@ def _lengths(text: str) -> list[int]:
         lengths = sorted({_tokens(part.strip().lower()) for part in text.split(",")})
     except ValueError:
         raise PoSEError(f"--lengths {text} must be token counts with commas, e.g. 2048,4096 or 2k") from None
+    if lengths[-1] > 2**31 - 1:
+        raise PoSEError(f"--lengths {text}: {lengths[-1]} is beyond what a position can be, {2**31 - 1}")
     if lengths[0] < 1:
         raise PoSEError(f"--lengths {text}: {lengths[0]} must be at least 1 token")
     return lengths
@@ -277,6 +292,9 @@ def _extension(text: str) -> tuple[int, dict[str, Any]]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PoSEError(f"{path} could not be read as a UTF-8 text file: {error}") from error
+    if not text.strip():
+        raise PoSEError(f"{path} is empty; give a file with text")
+    return text

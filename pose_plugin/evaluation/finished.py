@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pose_plugin.errors import PoSEError
 
 FILE = "finished.jsonl"
 
@@ -19,12 +23,12 @@ class Finished:
     """
 
     def __init__(self, folder: Path, fresh: bool = False) -> None:
-        self.file = folder / FILE
-        if fresh:
-            self.file.unlink(missing_ok=True)
+        self.file, self._fresh = folder / FILE, fresh
         self._found: dict[str, Any] = {}
-        if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
+        if self.file.exists() and not fresh:
+            with writing(folder):
+                text = self.file.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
                 try:
                     row = json.loads(line)
                     self._found[row["key"]] = row["result"]
@@ -32,20 +36,46 @@ class Finished:
                     # The line that was being written when the power went.
                     continue
 
+    def open(self) -> None:
+        """Makes the folder, forgets what shall be forgotten, and finds out now whether results can be kept.
+
+        Raises:
+            PoSEError: they cannot.
+        """
+        with writing(self.file.parent):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            if self._fresh:
+                self.file.unlink(missing_ok=True)
+            self.file.open("a").close()
+
     def get(self, **what: Any) -> Any | None:
         """The result that was kept for exactly this, or None."""
         return self._found.get(key(what))
 
     def put(self, result: Any, **what: Any) -> None:
         """Keeps a result; it is on disk when this returns."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         self._found[key(what)] = result
         readable = {name: what.get(name) for name in ("name", "task", "length")}
-        with self.file.open("a", encoding="utf-8") as file:
+        with writing(self.file.parent), self.file.open("a", encoding="utf-8") as file:
             # A torn last line must not swallow this one.
             if file.tell() and not self.file.read_bytes().endswith(b"\n"):
                 file.write("\n")
             file.write(json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses, in a sentence.
+
+    Raises:
+        PoSEError: no permission, no space, a file where a folder should be, …
+    """
+    try:
+        yield
+    except OSError as error:
+        raise PoSEError(
+            f"--output {folder} cannot be used ({error}); name a folder that can be written. What is finished is kept"
+        ) from error
 
 
 def key(what: dict[str, Any]) -> str:

@@ -72,6 +72,13 @@ def describe(path: str, name: str | None = None) -> Source:
     base = base_of(folder).name
     _peft()
     own = (folder / "config.json").is_file()
+    try:
+        _config(base)
+    except PoSEError as error:
+        raise PoSEError(
+            f"{path} is an adapter, and its base cannot be had: {error}. Put the base there, or correct "
+            f"base_model_name_or_path in {adapter}"
+        ) from None
     notes = []
     if not own:
         notes.append(
@@ -123,19 +130,36 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
-    if kind is None:
+    if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = place(device)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(source.base, config=source.config, dtype=kind)
         if source.is_adapter:
             model = _peft().PeftModel.from_pretrained(model, source.path)
-        model.to(device)
+        model.to(where)
         return model.eval()
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, PoSEError):
             raise
-        raise PoSEError(f"{source.path} could not be loaded on {device}: {error}") from error
+        raise PoSEError(f"{source.path} could not be loaded on {where}: {error}") from error
+
+
+def place(device: str | None) -> Any:
+    """The torch device of a name; the accelerator, if there is one, where none is named.
+
+    Raises:
+        PoSEError: torch knows no such device, or it is not in this machine.
+    """
+    import torch
+
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=found)
+        return found
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise PoSEError(f"device={device!r} cannot be used here ({said}); name another, e.g. cpu") from error
 
 
 def _peft() -> Any:
@@ -168,7 +192,8 @@ def _tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PoSEError(f"{path} has no tokenizer that loads; save it beside the model ({error})") from error
+        said = str(error).strip().splitlines()[0].rstrip(" :") if str(error).strip() else type(error).__name__
+        raise PoSEError(f"{path} has no tokenizer that loads; save it beside the model ({said})") from error
 
 
 def _record(folder: Path) -> dict[str, Any]:

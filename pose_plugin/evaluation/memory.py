@@ -125,6 +125,25 @@ def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
     )
 
 
+def require_room(config: Any, length: int, device: torch.device) -> None:
+    """Checks, before prompts of that length are made and weights are loaded, that one could be read at all.
+
+    Args:
+        config: a transformers config.
+        length: tokens.
+
+    Raises:
+        TooLittleMemory: not even in the smallest chunks, at two bytes a value.
+    """
+    free = available_bytes(device)
+    needed = estimate_bytes(config, 1, length, 2, chunk=min(CHUNKS))
+    if free is not None and needed > free:
+        raise TooLittleMemory(
+            f"length={length} needs about {needed / 2**30:.1f} GiB beside the weights, read in small pieces, and "
+            f"{free / 2**30:.1f} GiB are free on {device}; use shorter lengths or a device with more memory"
+        )
+
+
 def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Result]) -> Iterator[Result]:
     """`run` on `size` rows at a time; where the device runs out of memory, on half as many from there on.
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation._model import device_of
 from pose_plugin.evaluation.cost import duration, estimates
 from pose_plugin.evaluation.finished import Finished, weights_of
-from pose_plugin.evaluation.loading import Source, load
+from pose_plugin.evaluation.loading import Source, load, place
 from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
-from pose_plugin.evaluation.memory import TooLittleMemory
+from pose_plugin.evaluation.memory import TooLittleMemory, fitting, require_room
 from pose_plugin.evaluation.report import ModelResult
 from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
 
@@ -50,6 +51,7 @@ class Session:
             PoSEError: naming the option, its value and the way out.
         """
         for source in sources:
+            require_room(source.config, min(self.plan.lengths), place(self.device))
             for name in self.tasks:
                 TASKS[name].check(source, self.plan)
         if evaluator is None:
@@ -103,6 +105,9 @@ class Session:
                     parts.append(task.result.from_dict(kept))
                     continue
                 try:
+                    if n:
+                        # Before a million prompts are made that no memory could read.
+                        fitting(model, device_of(model), n, 1)
                     part = task.run(model, source, self.plan, n)
                 except PoSEError as error:
                     # Too little memory, no key token, a task of lm-eval whose data is not here: the rest goes on.
@@ -168,7 +173,16 @@ class Session:
         if model is None:
             return "  all of it is there already"
         works = [TASKS[name].work(source, self.plan, n) for name, n in missing]
-        found = estimates(model, [work for work in works if work.sequences], self.plan.batch_size)
+        try:
+            found = estimates(model, [work for work in works if work.sequences], self.plan.batch_size)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if isinstance(error, PoSEError):
+                raise
+            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise PoSEError(
+                f"{source.path} was loaded, but cannot run on {device_of(model)}: {said}. Name another --device or "
+                "--dtype"
+            ) from error
         seconds = [estimate.seconds for estimate in found if estimate.seconds is not None]
         lines = [f"  {estimate.line()}" for estimate in found]
         lines += [f"  {work.task:<11} by lm-eval, not estimated" for work in works if not work.sequences]

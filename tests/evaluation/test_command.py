@@ -33,6 +33,13 @@ def folders(tmp_path_factory, tokenizers_by_name, make_llama):
     record = {"train_length": 256, "target_length": 1024}
     (root / "adapter" / "pose.json").write_text(json.dumps(record))
     (root / "text.txt").write_text(TEXT, encoding="utf-8")
+    (root / "empty.txt").write_text("\n")
+    (root / "binary.txt").write_bytes(bytes(range(256)))
+    base.save_pretrained(root / "no-tokenizer")
+    for name, named in {"gone": str(root / "nowhere"), "no-base": None}.items():
+        (root / name).mkdir()
+        config = json.loads((root / "bare" / "adapter_config.json").read_text())
+        (root / name / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
     return root
 
 
@@ -134,6 +141,28 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["BASE", "--lengths", "200", "--trials", "0"], "trials=0"),
         (["BASE", "--lengths", "200", "--dtype", "float3"], "dtype='float3' is unknown"),
         (["BASE", "--lengths", "9000", "--texts", "TEXT", "--tasks", "perplexity"], "longest of 1 texts"),
+        (["BASE", "--lengths", "200,9999999999"], "9999999999 is beyond what a position can be, 2147483647"),
+        (["BASE", "--lengths", "1000000000"], "length=1000000000 needs about"),
+        (["BASE", "--lengths", "200", "--device", "banana"], "device='banana' cannot be used here"),
+        (["BASE", "--lengths", "200", "--dtype", "Tensor"], "dtype='Tensor' is unknown"),
+        (["BASE", "--lengths", "200", "--depths", "nan"], "depth=nan is outside"),
+        (["BASE", "--lengths", "200", "--texts", "ROOT/empty.txt"], "empty.txt is empty"),
+        (["BASE", "--lengths", "200", "--filler", "ROOT/empty.txt"], "empty.txt is empty"),
+        (["BASE", "--lengths", "200", "--texts", "ROOT/binary.txt"], "binary.txt could not be read as a UTF-8"),
+        (["BASE", "--lengths", "200", "--texts", "TEXT", "TEXT"], "is named twice"),
+        (["BASE", "--lengths", "200", "--train-length", "0"], "train_length=0 must be at least 1"),
+        (["BASE", "--lengths", "200", "--target-length", "-4"], "target_length=-4 must be at least 1"),
+        (["BASE", "--lengths", "200", "--evaluator", "x"], "--evaluator x has no effect without longppl in --tasks"),
+        (
+            ["BASE", "--lengths", "200", "--harness-limit", "3"],
+            "--harness-limit 3 has no effect without --harness TASKS",
+        ),
+        (["ROOT/no-tokenizer", "--lengths", "200"], "has no tokenizer that loads"),
+        (
+            ["ROOT/gone", "--lengths", "200"],
+            "is an adapter, and its base cannot be had: ROOT/nowhere is no folder here",
+        ),
+        (["ROOT/no-base", "--lengths", "200"], "names no base_model_name_or_path"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, arguments, message):
@@ -141,13 +170,88 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, ar
     arguments = [str(places.get(a, a.replace("ROOT", str(folders)))) for a in arguments]
     assert run(*arguments, "--output", tmp_path) == 2
     error = capsys.readouterr().err
-    assert message in error and error.startswith("pose-plugin evaluate: ") and "Traceback" not in error
+    assert message.replace("ROOT", str(folders)) in error and error.count("\n") == 1
+    assert error.startswith("pose-plugin evaluate: ") and "Traceback" not in error
 
 
 def test_an_output_that_is_a_file(folders, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(folders / "base", "--lengths", "200", "--output", tmp_path / "file") == 2
     assert "is a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file/below", "finished.jsonl is a folder", "results.json is a folder"])
+def test_an_output_that_cannot_be_written(folders, tmp_path, capsys, place):
+    output = tmp_path / place.split()[0]
+    if place == "file/below":
+        (tmp_path / "file").write_text("")
+    else:
+        output = tmp_path
+        (output / place.split()[0]).mkdir()
+    assert run(folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", output) == 2
+    assert f"--output {output} cannot be used (" in capsys.readouterr().err
+
+
+def test_a_spoiled_list_of_what_is_finished_is_measured_anew(folders, tmp_path):
+    (tmp_path / "finished.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    arguments = [folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", tmp_path]
+    assert run(*arguments) == 0
+    kept = (tmp_path / "finished.jsonl").read_bytes()
+    # A plan forgets nothing.
+    assert run(*arguments, "--plan", "--fresh") == 0 and (tmp_path / "finished.jsonl").read_bytes() == kept
+
+
+def test_a_length_that_no_memory_holds_makes_no_prompts(folders, tmp_path, capsys, monkeypatch):
+    asked, passkey = [], tasks.passkey
+
+    def counted(model, tokenizer, lengths, *rest, **options):
+        asked.extend(lengths)
+        return passkey(model, tokenizer, lengths, *rest, **options)
+
+    monkeypatch.setattr(tasks, "passkey", counted)
+    arguments = ["--lengths", "200,1000000000", "--trials", 1, "--no-figures", "--output", tmp_path]
+    assert run(folders / "base", *arguments) == 1 and asked == [200]
+    assert "passkey at 1000000000 was left out" in (tmp_path / "report.md").read_text()
+
+
+def test_a_model_that_loads_and_does_not_run(folders, tmp_path, capsys, monkeypatch):
+    """As 4-bit weights whose kernel wants other sizes."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("shape '[32, 0]' is invalid\nfor many reasons")
+
+    monkeypatch.setattr("pose_plugin.evaluation.session.estimates", broken)
+    assert run(folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "base was loaded, but cannot run on cpu: shape '[32, 0]' is invalid. Name another" in error
+
+
+@pytest.mark.parametrize("kind", ["tied", "bfloat16", "sliding", "no special tokens"])
+def test_kinds_of_models(tmp_path, tokenizers_by_name, make_llama, kind):
+    """What they have in common: every task finds finite figures, and losses are those of one plain forward."""
+    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    model, tokenizer = make_llama(tie_word_embeddings=kind == "tied"), tokenizers_by_name["single digits"]
+    if kind == "bfloat16":
+        model = model.to(torch.bfloat16)
+    if kind == "sliding":
+        torch.manual_seed(0)
+        model = MistralForCausalLM(MistralConfig(**(model.config.to_dict() | {"sliding_window": 64}))).eval()
+    if kind == "no special tokens":
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    code = run(tmp_path / "model", "--lengths", "200", "--trials", 2, "--texts", tmp_path / "text.txt", "--no-figures",
+               "--tasks", "passkey,perplexity,gap", "--max-windows", 1, "--output", tmp_path / "out")  # fmt: skip
+    assert code == 0
+    row = json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:200]])
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1].float(), ids[0, 1:])
+    found = row["perplexity"]["by_length"]["200"]["loss"]
+    assert found == pytest.approx(float(expected), rel=1e-4 if kind != "bfloat16" else 2e-2)
+    assert row["gap"]["by_length"]["200"]["loss"] > 0 and row["passkey"]["by_length"]["200"]["trials"] == 2
 
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(folders, tmp_path, capsys, monkeypatch):

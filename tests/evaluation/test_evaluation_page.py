@@ -51,10 +51,12 @@ def test_commands(folders, words, capsys):
         }  # fmt: skip
 
 
-def test_the_block_is_valid():
-    (text,) = blocks("yaml")
-    settings = parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048})
-    assert settings.evaluate is not None and settings.evaluate.every == 100
+def test_the_blocks_are_valid():
+    first, second = (
+        parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048}).evaluate for text in blocks("yaml")
+    )
+    assert first is not None and first.every == 100
+    assert second is not None and second.tasks == ["longppl", "short"]
 
 
 def test_snippets(tokenizer, make_llama, tmp_path):
