@@ -147,8 +147,6 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if settings.content in ("skip", "window", "aligned") and inputs.chat:
         said.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")
-    if settings.rope.type == "dynamic":
-        said.append("rope: dynamic depends on each batch's length and trains on skipped positions badly")
     return said
 
 

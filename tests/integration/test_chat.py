@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
+from pose_plugin.chat import turn_tokens
+from pose_plugin.positions import turn_borders
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.conftest import make_llama
 from tests.forked import Outcome, forked
@@ -132,3 +135,72 @@ def test_a_run_says_which_rows_train_nothing(home):
     done = train(home, "said", rows, excess_length_strategy="truncate")
     assert "1 of 7 rows have no token in the loss and train nothing" in done.output
     assert "the first: row" in done.output and len(done.value.losses) == 2
+
+
+def spelled_tokenizer() -> Any:
+    """Byte by byte, with the special tokens of the templates below as one token each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
+               "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>")  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", additional_special_tokens=list(special)
+    )
+
+
+def test_borders_in_every_chat_template_that_axolotl_has():
+    """One between each two messages, behind what the first says and not behind where the second begins to speak."""
+    import axolotl
+
+    templates = sorted((Path(axolotl.__file__).parent / "utils" / "chat_templates" / "templates").glob("*.jinja"))
+    tokenizer = spelled_tokenizer()
+    said = ["What is a cat? Tell me.", "An animal.", "Thanks a lot!", "You are welcome."]
+    chat_of = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    read = []
+    for template in templates:
+        tokenizer.chat_template = template.read_text()
+        headers = turn_tokens(tokenizer)
+        if headers is None:
+            continue
+        read.append(template.stem)
+        text = tokenizer.apply_chat_template(chat_of, tokenize=False)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [text.rindex(each) for each in said]
+        ends = [begin + len(each) for begin, each in zip(begins, said, strict=True)]
+        spans = np.array(encoded["offset_mapping"])
+        answers = np.zeros(len(spans), dtype=bool)
+        for i in (1, 3):
+            answers |= (spans[:, 0] >= begins[i]) & (spans[:, 1] <= ends[i])
+        borders = turn_borders(np.array(encoded["input_ids"]), answers, headers)
+        places = spans[borders, 0].tolist()
+        assert len(places) == 3, template.stem
+        for place, end, begin in zip(places, ends[:-1], begins[1:], strict=True):
+            assert end <= place <= begin, template.stem
+    assert len(read) > 30 and {"chatml", "llama3", "mistral_v1", "gemma3", "qwen3", "phi_35"} <= set(read)
+
+
+@pytest.mark.parametrize("sampler", ["sentences", "cream"])
+def test_other_samplers(home, sampler):
+    """The tokenizer ends lines only, so a line is a sentence."""
+    picker = random.Random(0)
+
+    def line() -> str:
+        return " ".join(f"w{picker.randrange(30, 100)}" for _ in range(picker.randrange(4, 9)))
+
+    rows = [{"text": "\n".join(line() for _ in range(6))} for _ in range(8)]
+    dataset = {"type": "completion", "field": "text"}
+    pose = {"target_length": 512, "rope": "linear", "sampler": sampler}
+    done = train(home, sampler, rows, dataset=dataset, pose=pose, sample_packing=True, sequence_len=128)
+    newline = chat_tokenizer().convert_tokens_to_ids("\n")
+    for tokens, positions in done.value.documents():
+        places = (np.flatnonzero(np.diff(positions) > 1) + 1).tolist()
+        if sampler == "sentences":
+            ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token == newline]
+            assert set(places) <= set(ends) and len(places) >= 3
+        else:
+            assert positions[-1] == 511 and len(places) in (1, 2)
