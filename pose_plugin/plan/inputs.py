@@ -166,19 +166,31 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
     adapter = cfg.get("adapter")
     # Axolotl without bf16 and fp16 computes in float32, as models are then loaded.
     wide = 2 if cfg.get("bf16") in (True, "auto", None) or cfg.get("fp16") else 4
-    if adapter in (None, "beacon"):
-        if adapter == "beacon":
-            notes.append("adapter: beacon trains copies of the projections; its memory is reckoned as full training's")
+    if adapter is None:
         return Run(method="full", weight_bytes=wide, trained_bytes=wide)
+    quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
+    if adapter == "beacon":
+        block = cfg.get("beacon") or {}
+        notes.append("rows that beacons add to a text are not counted in the memory of activations")
+        targets = block.get("target_modules") or ["q_proj", "k_proj", "v_proj", "o_proj"]
+        return Run(
+            method="beacon",
+            lora_rank=int(block.get("rank") or 0),
+            lora_targets=[targets] if isinstance(targets, str) else list(targets),
+            quantised=quantised,
+            weight_bytes=wide,
+            trained_bytes=4 if block.get("dtype") == "float32" else wide,
+        )
     targets = list(cfg.get("lora_target_modules") or []) if isinstance(cfg.get("lora_target_modules"), list) else []
     if cfg.get("lora_target_linear") or not targets:
         targets = [*_ALL_LINEAR, *(name for name in targets if name not in _ALL_LINEAR)]
-    method = "8bit" if cfg.get("load_in_8bit") else "qlora" if cfg.get("load_in_4bit") else "lora"
+    methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
     return Run(
-        method=method,  # type: ignore[arg-type]
+        method=methods[quantised],
         lora_rank=int(cfg.get("lora_r") or 8),
         lora_targets=targets,
         saved_modules=list(cfg.get("lora_modules_to_save") or []),
+        quantised=quantised,
         weight_bytes=wide,
         trained_bytes=4,
     )

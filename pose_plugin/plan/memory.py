@@ -19,11 +19,11 @@ from typing import Literal
 
 from pose_plugin.plan.architecture import Architecture
 
-Method = Literal["full", "lora", "qlora", "8bit"]
+Method = Literal["full", "lora", "qlora", "8bit", "beacon"]
 # Bits of a weight in NF4: 4, and the constants of each 64 weights in 8 bits, those of each 256 of them in 32.
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 NF4_BITS_SINGLE = 4 + 32 / 64
-_INT8 = 1.0
+_BITS = {"nf4": NF4_BITS, "nf4-single": NF4_BITS_SINGLE, "int8": 8.0}
 # Numbers that the optimizer keeps of a parameter, and bytes of each; None: as wide as the trained weight.
 OPTIMIZERS: dict[str, tuple[int, float | None]] = {
     "adamw": (2, None),
@@ -42,7 +42,8 @@ class Run:
     """What the memory of a step depends on, beside the model.
 
     Attributes:
-        lora_rank, lora_targets: of the adapter.
+        lora_rank, lora_targets: of the adapter; with beacon a rank of 0 stands for whole copies of the targets.
+        quantised: how the frozen linear maps are kept, None for as they are.
         saved_modules: trained whole beside it.
         weight_bytes: of a weight that is not quantised: 2 in bf16, 4 in float32.
         trained_bytes: of a trained weight and of its gradient. float32 for adapters, for what is trained beside them,
@@ -57,7 +58,7 @@ class Run:
     lora_rank: int = 0
     lora_targets: list[str] = field(default_factory=list)
     saved_modules: list[str] = field(default_factory=list)
-    double_quant: bool = True
+    quantised: Literal["nf4", "nf4-single", "int8"] | None = None
     weight_bytes: int = 2
     trained_bytes: int = 2
     master: bool = False
@@ -96,19 +97,14 @@ class Memory:
 def memory(model: Architecture, run: Run) -> Memory:
     """Reckons a step of `rows` rows of `window` tokens on each GPU."""
     trained = model.total
-    weights = model.total * float(run.weight_bytes)
+    weights = model.total * float(run.trained_bytes if run.method == "full" else run.weight_bytes)
     if run.method != "full":
-        adapter = model.lora(run.lora_rank, run.lora_targets)
-        trained = adapter + model.beside(run.saved_modules)
-        bits = {"qlora": NF4_BITS if run.double_quant else NF4_BITS_SINGLE, "8bit": 8 * _INT8}.get(run.method)
-        if bits:
+        trained = _beside(model, run)
+        if run.quantised:
             # Embeddings, the output head and norms are not quantised.
-            inside = model.layers * model.layer_linear
-            weights += inside * (bits / 8 - run.weight_bytes)
+            weights += model.layers * model.layer_linear * (_BITS[run.quantised] / 8 - run.weight_bytes)
         # PEFT keeps what was there of modules that are trained whole.
         weights += trained * run.trained_bytes
-    else:
-        weights = model.total * float(run.trained_bytes)
     gradients = trained * float(run.trained_bytes)
     count, wide = OPTIMIZERS[run.optimizer]
     width = wide if wide is not None else (4.0 if run.master else float(run.trained_bytes))
@@ -128,6 +124,15 @@ def memory(model: Architecture, run: Run) -> Memory:
         gathered=gathered,
         trained_parameters=trained,
     )
+
+
+def _beside(model: Architecture, run: Run) -> int:
+    """Parameters of an adapter and of what is trained whole beside it."""
+    if run.method != "beacon":
+        return model.lora(run.lora_rank, run.lora_targets) + model.beside(run.saved_modules)
+    own = model.lora(run.lora_rank, run.lora_targets) if run.lora_rank else model.beside(run.lora_targets)
+    # And the beacon's own embedding.
+    return own + model.hidden
 
 
 def layer_bytes(model: Architecture, window: int, eager: bool = False, element: int = 2) -> float:

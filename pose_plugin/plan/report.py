@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pose_plugin.plan.training import Plan
 
-_METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, 4 bits", "8bit": "LoRA on 8-bit weights"}
+_METHODS = {
+    "full": "all weights",
+    "lora": "LoRA",
+    "qlora": "QLoRA, 4 bits",
+    "8bit": "LoRA on 8-bit weights",
+    "beacon": "Activation Beacon",
+}
 
 
 def text(plan: Plan) -> str:

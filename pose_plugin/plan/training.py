@@ -186,7 +186,7 @@ def _of_frozen(plan: Plan, original: int) -> list[str]:
     from pose_plugin.integrations.frozen import LARGE
 
     run = plan.inputs.run
-    if run.method == "full" or plan.target is None or plan.target / original < LARGE:
+    if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE:
         return []
     saved = " ".join(run.saved_modules)
     frozen = [name for name, part in (("embeddings", "embed"), ("norms", "norm")) if part not in saved]

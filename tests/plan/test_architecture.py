@@ -82,6 +82,19 @@ def test_lora_counts_are_those_of_peft():
         assert adapted.get_nb_trainable_parameters()[0] == expected
 
 
+def test_beacons_are_counted_as_they_are_made():
+    peft = pytest.importorskip("peft")
+    from pose_plugin import BeaconConfig
+    from pose_plugin.plan.memory import Run, memory
+    from tests.conftest import make_llama
+
+    sizes = architecture(make_llama().config)
+    for rank, targets in ((0, ["q_proj", "k_proj", "v_proj", "o_proj"]), (4, ["k_proj", "v_proj"])):
+        config = BeaconConfig(interval=16, ratios=[2], rank=rank, target_modules=targets)
+        made = peft.get_peft_model(make_llama(), config).get_nb_trainable_parameters()[0]
+        assert memory(sizes, Run("beacon", rank, targets)).trained_parameters == made
+
+
 def test_what_cannot_be_counted_is_named():
     with pytest.raises(PoSEError, match="intermediate_size=None"):
         architecture({key: value for key, value in LLAMA3_8B.items() if key != "intermediate_size"})

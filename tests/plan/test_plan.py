@@ -97,8 +97,11 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
         ({"gradient_checkpointing": True, "liger_fused_linear_cross_entropy": True},
          {"checkpointing": True, "fused_loss": True}),
         ({"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_target_modules": ["q_proj"]},
-         {"method": "qlora", "lora_rank": 32, "lora_targets": ["q_proj"], "trained_bytes": 4}),
-        ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True}, {"method": "8bit"}),
+         {"method": "qlora", "lora_rank": 32, "lora_targets": ["q_proj"], "trained_bytes": 4, "quantised": "nf4"}),
+        ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True},
+         {"method": "8bit", "quantised": "int8"}),
+        ({"adapter": "beacon", "beacon": {"interval": 1024}},
+         {"method": "beacon", "lora_rank": 0, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
         ({"attn_implementation": "eager"}, {"eager": True}),
     ],
 )  # fmt: skip
