@@ -155,6 +155,8 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
         model.forward = own_way
     result = perplexity(model, tokenizer, [some_ids(50)], [16], stride=4, buckets=4, **QUIET)
     expected, _, by_bucket = naive(model, [some_ids(50)], 16, 4, 4)
+    with torch.no_grad():
+        assert token_loss.TokenLoss(model).at_head is (how != "foreign head")
     assert result.by_length[16].perplexity == pytest.approx(expected, rel=1e-5)
     assert [b.loss for b in result.by_length[16].buckets] == pytest.approx(by_bucket, rel=1e-5)
 

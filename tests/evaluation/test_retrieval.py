@@ -93,6 +93,15 @@ def test_a_guesser_among_pairs_gets_the_chance_that_is_stated(tokenizer):
     assert abs(result.by_length("kv")[300] - chance) < 4 * (chance * (1 - chance) / 120) ** 0.5
 
 
+def test_what_is_written_behind_the_end_is_no_answer(tokenizer):
+    def late(text: str) -> str:
+        return f"none{tokenizer.eos_token} {right_needle(text)}"
+
+    result = needle(model_of(tokenizer, late), tokenizer, [400], kinds=["single"], trials=5, batch_size=1, **QUIET)
+    assert result.by_length("single") == {400: 0.0}
+    assert {trial.answer for trial in result.trials} == {" none"}
+
+
 def test_half_of_the_numbers_is_half_a_score(tokenizer):
     def half(text):
         return ", ".join(right_needle(text).split(", ")[:2])
