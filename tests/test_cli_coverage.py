@@ -114,3 +114,13 @@ def test_missing_matplotlib_is_said_before_anything_is_simulated(tmp_path, capsy
     assert run(*LENGTHS, "--output", tmp_path / "c.png") == 2
     assert 'pip install "pose-plugin[plot]"' in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_samplers_that_jump_at_borders(capsys):
+    line = "coverage --target-length 4096 --train-length 512 --sampler turns --chunks 3 --every 64 --draws 50"
+    assert cli.main([*line.split(), "--compare", "cream,sentences,turns:2"]) == 0
+    out = capsys.readouterr().out
+    for name in ("turns, 3 chunks", "cream ", "sentences ", "turns, 2 chunks"):
+        assert name in out
+    assert cli.main([*line.split()[:-4], "--every", "0"]) == 2
+    assert "--every 0 must be at least 1" in capsys.readouterr().err

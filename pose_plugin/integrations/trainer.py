@@ -191,7 +191,9 @@ class PoSECallback(TrainerCallback):
                 settings.train_length,
             )
         elif settings.train_length is not None and settings.sampler != "none" and simulable(settings):
-            chances = coverage(settings, draws=500 if settings.sampler != "sentences" else 100)
+            # Of many chunks all positions of a row are counted, which takes its time for far targets.
+            draws = 500 if settings.sampler != "sentences" else max(10, min(100, 2**24 // settings.target_length))
+            chances = coverage(settings, draws=draws)
             about = " (with borders as often as usual)" if settings.sampler in BORDERED else ""
             log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances.table())
 

@@ -91,7 +91,8 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
     seen = None
     if settings.train_length and simulable(settings):
         many = settings.sampler in ("randpos", "sentences") or settings.chunks > 32
-        seen = coverage(settings, draws=draws or (_DRAWS_OF_MANY_CHUNKS if many else _DRAWS))
+        usual = max(20, min(_DRAWS_OF_MANY_CHUNKS, 2**26 // settings.target_length)) if many else _DRAWS
+        seen = coverage(settings, draws=draws or usual)
     plan = Plan(inputs, model, used, whole, rope, seen, gpu_bytes=gpu_bytes)
     plan = replace(plan, buckets=_buckets(plan))
     return replace(plan, warnings=_warnings(plan))

@@ -87,3 +87,18 @@ def test_table_and_rows():
     assert head.split() == ["distance", "1024", "16000"]
     assert body.split()[0] == "chance" and 0.99 < float(body.split()[1]) <= 1
     assert result.after(100)[1024] == pytest.approx(100 * result.probability[1024])
+
+
+def test_turns_of_half_a_window_are_fixed_halves():
+    """The chances of Axolotl's built-in, with its one border, as measured there."""
+    seen = coverage(settings(sampler="turns"), draws=8000, every=1024).probability[DISTANCES]
+    fixed = [0.08, 0.11, 0.15, 0.14, 0.14, 0.14, 0.07, 0.03, 0.00]
+    assert np.abs(seen - fixed).max() < 0.02
+
+
+def test_sentences_spread_over_everything_and_creams_tail_reaches_the_end():
+    spread = coverage(settings(sampler="sentences"), draws=60).probability
+    assert spread[1] == 1 and spread[DISTANCES[:5]].min() > 0.95
+    cream = coverage(settings(sampler="cream"), draws=3000).probability
+    # Half of the rows have ends of 682 tokens, half of 32: from head to tail all hold the farthest distances.
+    assert cream[16383] == 1 and cream[16384 - 33] == 1 and abs(cream[16384 - 800] - 0.5) < 0.05
