@@ -36,6 +36,8 @@ def test_commands(home, capsys):
     (merge,) = [line for line in commands("python -c") if "merge_and_unload" in line[2]]
     exec(merge[2], {})
     lines = commands("pose-plugin check") + commands("pose-plugin export") + commands("pose-plugin card")
+    # Those of the tutorial are run on its own model, by its own test.
+    lines = [line for line in lines if "llama3-80k" not in shlex.join(line)]
     assert {line[1] for line in lines} == {"check", "export", "card"} and len(lines) >= 7
     for line in lines:
         assert main(line[1:]) == 0, (shlex.join(line), capsys.readouterr())
