@@ -90,6 +90,7 @@ def test_what_cannot_be_looked_at_is_left_alone():
     assert look_at_rows(iter([GOOD]), collator) is None
     assert look_at_rows([], collator) is None
     assert look_at_rows([{"text": "w30"}], collator) is None
+    assert look_at_rows([([30, 31], [30, 31])], collator) is None
 
 
 def test_answers_that_quote_the_template_keep_their_labels_and_nothing_is_said():

@@ -6,7 +6,7 @@ any framework. What is found is told with the number of a row, so that it can be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -191,7 +191,7 @@ def _documents(dataset: Any) -> Iterator[tuple[int, Any]]:
     rows, tokens = 0, 0
     for number in range(min(len(dataset), MOST_ROWS)):
         row = dataset[number]
-        if "input_ids" not in row or tokens > MOST_TOKENS:
+        if not isinstance(row, Mapping) or "input_ids" not in row or tokens > MOST_TOKENS:
             return
         for document in documents_of(row):
             rows, tokens = rows + 1, tokens + len(document["input_ids"])
