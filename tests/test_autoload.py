@@ -21,6 +21,10 @@ OLD_CONFIG = """
 def validate_config(cfg, capabilities=None):
     return cfg
 """
+OLD_MERGE = """
+def do_merge_lora(*, cfg):
+    return cfg
+"""
 # The hook goes on waiting for PEFT.
 WAITING = "[f for f in sys.meta_path if type(f).__module__ == 'pose_plugin._autoload' and 'axolotl' in str(f.waiting)]"
 
@@ -32,6 +36,8 @@ def fake_axolotl(folder: Path, base: str = OLD_BASE, config: str = OLD_CONFIG) -
         "axolotl/integrations/base.py": base,
         "axolotl/utils/__init__.py": "",
         "axolotl/utils/config/__init__.py": config,
+        "axolotl/cli/__init__.py": "",
+        "axolotl/cli/merge_lora.py": OLD_MERGE,
     }.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +79,8 @@ print(len({WAITING}))
 from axolotl.integrations.base import load_plugin
 print(len({WAITING}))
 from axolotl.utils.config import validate_config
-print(len({WAITING}))
+from axolotl.cli.merge_lora import do_merge_lora
+print(len({WAITING}), do_merge_lora.__wrapped__.__name__)
 print(load_plugin("pose_plugin"), load_plugin("some.other.Plugin"))
 import axolotl.integrations.base as base
 print(type(base.__loader__).__name__, type(base.__spec__.loader).__name__, load_plugin.__name__)
@@ -83,7 +90,7 @@ print(type(base.__loader__).__name__, type(base.__spec__.loader).__name__, load_
     assert out.splitlines() == [
         "1",
         "1",
-        "0",
+        "0 do_merge_lora",
         "('pose_plugin', 'PosePlugin') ('some.other', 'Plugin')",
         "SourceFileLoader SourceFileLoader load_plugin",
     ]
@@ -108,7 +115,7 @@ print(load_plugin("pose_plugin"))
 def test_modules_that_are_imported_already(tmp_path):
     out = good(
         f"""
-import axolotl.integrations.base as base, axolotl.utils.config
+import axolotl.integrations.base as base, axolotl.utils.config, axolotl.cli.merge_lora
 from pose_plugin._autoload import install
 install(); install()
 print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.__wrapped__, "__wrapped__"))
