@@ -146,8 +146,8 @@ def architecture(config: Any) -> Architecture:
     norms = dict.fromkeys(_NORMS.get(family, _TWO), hidden)
     norms |= dict.fromkeys(("q_norm", "k_norm"), head_dim) if family in _HEAD_NORMS else {}
     router = hidden * experts if experts > 1 else 0
-    # Gemma ties its head without saying so in older config files.
-    tied = lookup(text, "tie_word_embeddings", family.startswith("gemma"))
+    # These tie their heads without saying so in older config files.
+    tied = lookup(text, "tie_word_embeddings", family.startswith(("gemma", "smollm3")))
     return Architecture(
         hidden=hidden,
         intermediate=width,

@@ -14,7 +14,7 @@ from pose_plugin.plan.inputs import Inputs
 from pose_plugin.plan.memory import Memory, memory
 from pose_plugin.positions import Coverage, coverage, simulable
 from pose_plugin.rope.plan import RopePlan, plan_rope
-from pose_plugin.rope.read import read_rope
+from pose_plugin.rope.read import as_config, read_rope
 
 # A distance in fewer rows is hardly trained; the paper's runs hold most of theirs in some thousands.
 FEW_ROWS = 100
@@ -79,7 +79,8 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
     Raises:
         PoSEError: settings that cannot work, with the key, its value and the way out.
     """
-    model = architecture(inputs.config)
+    # As the model's own defaults stand for keys that a config.json leaves out.
+    model = architecture(as_config(dict(inputs.config)))
     used = memory(model, inputs.run)
     settings = inputs.settings
     gpu_bytes = gpu_gib * 2**30 if gpu_gib else None

@@ -6,6 +6,7 @@ import pytest
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.plan.architecture import KNOWN, architecture
+from pose_plugin.rope.read import as_config
 
 SIZES = {
     "vocab_size": 136,
@@ -55,6 +56,15 @@ def test_counts_are_those_of_the_built_model(family, changes):
     assert counted.known
     assert counted.total == sum(parameter.numel() for parameter in model.parameters())
     assert counted.beside(["embed_tokens"]) == model.get_input_embeddings().weight.numel()
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_config_file_that_leaves_the_heads_tie_out(family):
+    """As files that older transformers wrote: the family's default stands for it."""
+    config = built(family).config.to_dict()
+    tied = config.pop("tie_word_embeddings")
+    assert (architecture(config).head == 0) == tied
+    assert architecture(as_config(config)).total == architecture(config).total
 
 
 def test_llama_3_8b():
