@@ -1,7 +1,7 @@
 """The quick start: extends the tiny base model 16 times through Axolotl and shows that it worked.
 
     make demo                                     # or, in an environment with Axolotl:
-    python example_configs/quickstart/run.py      # about three minutes on two cores
+    python example_configs/quickstart/run.py
     python example_configs/quickstart/run.py --seed 1 --output outputs/second
 
 Trains pose.yaml, and for comparison the same with `sampler: none` (no skip) and `sampler: randpos`; everything else,

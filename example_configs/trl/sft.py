@@ -11,7 +11,7 @@
     python example_configs/trl/sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --target-length 131072 \\
         --train-length 4096 --steps 1000 --batch-size 1 --lora
 
-Hardware: for the tiny base a CPU, three minutes. For Qwen3-0.6B with --lora a GPU of 16 GB, reckoned: the logits of a
+Hardware: for the tiny base a CPU and some minutes. For Qwen3-0.6B with --lora a GPU of 16 GB, reckoned: the logits of a
 row of 4,096 tokens take most of it.
 Reach: with the tiny base the table of README.md; with a model of yours `pose-plugin evaluate` measures it.
 
