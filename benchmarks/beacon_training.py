@@ -1,0 +1,203 @@
+"""What beacon_learning.py trains: beacons, and the models they are held against."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parent.parent / "example_configs"
+BASE = EXAMPLES / "quickstart" / "base"
+WINDOW, INTERVAL = 128, 64
+RATIOS = [2, 4, 8, 16, 32, 64]
+# (share of the steps, ratios, lengths of the documents): a small model must first learn to carry two tokens a beacon.
+CURRICULUM = [
+    (0.20, [2], [96, 128, 160]),
+    (0.35, [2, 4, 8], [128, 192, 256]),
+    (1.00, RATIOS, [192, 256, 384, 512]),
+]
+STEP_TOKENS = 4096
+
+
+def modules() -> tuple[Any, Any]:
+    """The quick start's corpus and the documents of the beacons' example."""
+    for folder in ("quickstart", "beacon"):
+        sys.path.insert(0, str(EXAMPLES / folder))
+    import corpus
+    import quickstart_data
+
+    return corpus, quickstart_data
+
+
+class Data:
+    """Draws texts of an exact length: library texts, documents of one fact, documents that end in a question."""
+
+    def __init__(self, judging: bool) -> None:
+        from transformers import AutoTokenizer
+
+        corpus, documents = modules()
+        tokenizer = AutoTokenizer.from_pretrained(BASE)
+        tokenizer.model_max_length = 10**9
+        self.corpus, self.eos = corpus, tokenizer.eos_token_id
+        self.facts_of = documents.FactDocuments(tokenizer)
+        self.near, self.far, self.lengths = documents.NEAR, documents.FAR, documents.LENGTHS
+        self.keys = corpus.PasskeyMaker(tokenizer, judging=judging)
+        files = corpus.JUDGING_FILES if judging else corpus.TRAINING_FILES
+        self.texts = corpus.tokenise(tokenizer, corpus.read_texts(files))
+
+    def text(self, length: int, rng: random.Random) -> list[int]:
+        return self.corpus.text_document(self.texts, length, rng)
+
+    def facts(self, length: int, rng: random.Random, far: bool) -> tuple[list[int], list[int]]:
+        """Ids, and where the digits stand. `far`: none within 128 tokens of the one before."""
+        gap = self.far if far else (self.near[0], min(self.near[1], max(20, length - 90)))
+        return self.facts_of.draw(length, gap, rng)
+
+    def question(self, length: int, rng: random.Random) -> list[int]:
+        """Ids whose last but one is the digit; it stood before, but not within the last 128 tokens or so."""
+        depth = rng.random() * max(0.0, 1 - 1.5 * WINDOW / length)
+        made = self.keys.builder.document(length - 1, depth, rng.choice(self.keys.keys)[:1])
+        return [*made.input_ids, self.eos]
+
+
+def batches(steps: int, seed: int, tokens: int, digits_only: bool = False) -> Iterator[tuple[int, list[int], Any, Any]]:
+    """(step, ratios, ids, which of them are digits): three steps of four hold facts, every fourth library texts.
+
+    With `digits_only`, what example_configs/beacon/quickstart.yaml trains on: facts alone, all ratios from the start.
+    """
+    import torch
+
+    data, rng = Data(judging=False), random.Random(seed)
+    for step in range(steps):
+        _, ratios, lengths = next(part for part in CURRICULUM if step < part[0] * steps)
+        text = step % 4 == 3
+        if digits_only:
+            text, ratios, lengths = False, RATIOS, list(data.lengths)
+        length = max(lengths) if text else rng.choice(lengths)
+        rows = [
+            (data.text(length, rng), []) if text else data.facts(length, rng, far=False)
+            for _ in range(max(1, tokens // length))
+        ]
+        ids = torch.tensor([row for row, _ in rows])
+        digits = torch.zeros(ids.shape, dtype=torch.bool)
+        for at, (_, places) in enumerate(rows):
+            digits[at, places] = True
+        yield step, ratios, ids, digits
+
+
+def fit(
+    parameters: list[Any],
+    steps: int,
+    rate: float,
+    losses: Callable[[], Iterator[tuple[Any, Any]]],
+    digits_only: bool = False,
+) -> list[float]:
+    """AdamW, the learning rate falling to zero; a step's loss is the digits' mean plus all others' mean.
+
+    Args:
+        parameters: trained.
+        steps: of the schedule.
+        rate: the highest learning rate.
+        losses: yields (loss of each token, which are digits), (rows, tokens), for each step.
+        digits_only: the digits' mean alone.
+
+    Returns:
+        The digits' loss of each step that has some.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 10) * (1 - s / steps))
+    seen: list[float] = []
+    for step, (each, digits) in enumerate(losses()):
+        loss = each[~digits].mean()
+        if bool(digits.any()):
+            seen.append(float(each[digits].detach().mean()))
+            loss = each[digits].mean() if digits_only else loss + each[digits].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 100 == 99:
+            recent = sum(seen[-30:]) / max(1, len(seen[-30:]))
+            others = float(each[~digits].detach().mean())
+            print(f"  step {step + 1}: digits {recent:.3f}, all others {others:.3f}", flush=True)
+    return seen
+
+
+def token_losses(logits: Any, ids: Any) -> Any:
+    """Loss of each token but the first, (rows, tokens − 1)."""
+    from torch.nn import functional as F
+
+    flat = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    return flat.view(ids.shape[0], -1)
+
+
+def beacons(
+    steps: int, seed: int, tokens: int = STEP_TOKENS, digits_only: bool = False, **changes: Any
+) -> tuple[Any, list[float]]:
+    """A PEFT model over the frozen base, and the digits' losses in training."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from pose_plugin.beacon import BeaconConfig, find_tuner, set_ratio_step
+
+    base = AutoModelForCausalLM.from_pretrained(BASE)
+    model: Any = get_peft_model(base, BeaconConfig(interval=INTERVAL, headroom=0, seed=seed, **changes)).train()
+    tuner = find_tuner(model)
+
+    def losses() -> Iterator[tuple[Any, Any]]:
+        for step, ratios, ids, digits in batches(steps, seed, tokens, digits_only):
+            set_ratio_step(model, step)
+            tuner.active_config.ratios = ratios
+            yield token_losses(model(ids).logits, ids), digits[:, 1:]
+
+    seen = fit([p for p in model.parameters() if p.requires_grad], steps, 3e-3, losses, digits_only)
+    tuner.active_config.ratios = list(RATIOS)
+    return model.eval(), seen
+
+
+def unfrozen(steps: int, seed: int, tokens: int = STEP_TOKENS) -> Any:
+    """The base itself trained on the same batches, reading with a sliding window: what is not memory's doing."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(BASE).train()
+
+    def losses() -> Iterator[tuple[Any, Any]]:
+        for _, _, ids, digits in batches(steps, seed, tokens):
+            mask = band(ids.shape[1], WINDOW)
+            yield token_losses(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, ids), digits[:, 1:]
+
+    fit(list(model.parameters()), steps, 1e-3, losses)
+    return model.eval()
+
+
+def long_base(steps: int, seed: int, length: int, tokens: int = STEP_TOKENS) -> Any:
+    """The base trained with full attention on library texts of `length` tokens, its RoPE base raised for them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(BASE, max_position_embeddings=length)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    model: Any = AutoModelForCausalLM.from_pretrained(BASE, config=config).train()
+    data, rng = Data(judging=False), random.Random(seed)
+
+    def losses() -> Iterator[tuple[Any, Any]]:
+        for _ in range(steps):
+            ids = torch.tensor([data.text(length, rng) for _ in range(max(1, tokens // length))])
+            none = torch.zeros((ids.shape[0], length - 1), dtype=torch.bool)
+            yield token_losses(model(input_ids=ids, use_cache=False).logits, ids), none
+
+    fit(list(model.parameters()), steps, 2e-3, losses)
+    return model.eval()
+
+
+def band(length: int, window: int) -> Any:
+    """The mask of a sliding window, (1, 1, length, length)."""
+    import torch
+
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    return ((key <= query) & (key > query - window))[None, None]
