@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,9 +74,9 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
         raise PoSEError(f"{path} is no file; give an Axolotl YAML, or --target-length and --train-length")
     try:
         cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PoSEError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(cfg, dict) or "base_model" not in cfg:
+    if not isinstance(cfg, dict) or not cfg.get("base_model") or not isinstance(cfg["base_model"], str):
         raise PoSEError(f"{path} has no base_model: an Axolotl YAML is needed")
     return from_values(cfg, base, **given)
 
@@ -85,17 +86,17 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     notes: list[str] = []
     name = str(cfg["base_model"])
     config = base_config(base or cfg.get("base_model_config") or name, name)
-    window = cfg.get("sequence_len")
+    window = _number(cfg, "sequence_len", None)
     settings = None
     if cfg.get("pose") is not None:
         block = cfg["pose"]
         if isinstance(block, dict) and block.get("train_length") is None and window:
-            block = {**block, "train_length": int(window)}
+            block = {**block, "train_length": window}
         settings = parse_settings(block)
     size = (settings.train_length if settings else None) or window
     if not size:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
-    batch, accumulate = int(cfg.get("micro_batch_size") or 1), int(cfg.get("gradient_accumulation_steps") or 1)
+    batch, accumulate = _number(cfg, "micro_batch_size", 1), _number(cfg, "gradient_accumulation_steps", 1)
     gpus = int(given.get("gpus") or 1)
     rows = given.get("rows") or _rows(cfg, notes)
     run = replace(
@@ -106,20 +107,49 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
         fused_loss=any(cfg.get(key) for key in _FUSED),
     )  # fmt: skip
     packed = bool(cfg.get("sample_packing"))
-    steps = given.get("steps") or cfg.get("max_steps")
-    if steps is None and rows:
+    # -1, as 0, leaves it to the epochs.
+    steps = given.get("steps") or max(_number(cfg, "max_steps", 0, least=-1), 0)
+    if not steps and rows:
         if packed and not given.get("rows"):
             notes.append(
                 f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
                 "as counted here; Axolotl logs the number"
             )
-        epochs = float(cfg.get("num_epochs") or 1)
+        epochs = _number(cfg, "num_epochs", 1, least=0, whole=False) or 1
         steps = max(1, int(rows * epochs / (batch * accumulate * gpus)))
     return Inputs(
         base=name, config=config, settings=settings, run=run, accumulate=accumulate,
         steps=int(steps) if steps else None, rows=rows, packed=packed,
-        chat=any("chat_template" in str(each.get("type")) for each in cfg.get("datasets") or []), notes=notes,
+        chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)), notes=notes,
     )  # fmt: skip
+
+
+def _number(cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True) -> Any:
+    """A number of the YAML; Raises PoSEError for what is none, or below `least`."""
+    value = cfg.get(key)
+    if value is None:
+        return default
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number < math.inf or (whole and number != int(number)):
+        raise PoSEError(f"{key}={value!r} cannot work: a {'whole ' * whole}number of at least {least:g} is needed")
+    return int(number) if whole else number
+
+
+def _block(cfg: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = cfg.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise PoSEError(f"{key}={value!r} is no block of keys; write them indented below `{key}:`")
+    return value
+
+
+def _datasets(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    value = cfg.get("datasets") or []
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise PoSEError(f"datasets={value!r} is no list of blocks; write e.g. `- path: rows.jsonl` below `datasets:`")
+    return value
 
 
 def base_config(place: str, name: str | None = None) -> dict[str, Any]:
@@ -170,26 +200,36 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
         return Run(method="full", weight_bytes=wide, trained_bytes=wide)
     quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
     if adapter == "beacon":
-        block = cfg.get("beacon") or {}
+        block = _block(cfg, "beacon")
         notes.append("rows that beacons add to a text are not counted in the memory of activations")
         targets = block.get("target_modules") or ["q_proj", "k_proj", "v_proj", "o_proj"]
         return Run(
             method="beacon",
-            lora_rank=int(block.get("rank") or 0),
+            lora_rank=_number(block, "rank", 0, least=0),
             lora_targets=[targets] if isinstance(targets, str) else list(targets),
             quantised=quantised,
             weight_bytes=wide,
             trained_bytes=4 if block.get("dtype") == "float32" else wide,
         )
-    targets = list(cfg.get("lora_target_modules") or []) if isinstance(cfg.get("lora_target_modules"), list) else []
+    if adapter not in ("lora", "qlora"):
+        notes.append(f"adapter={adapter} is reckoned as LoRA")
+    elif adapter == "qlora" and not quantised:
+        notes.append("adapter=qlora without load_in_4bit: true is refused by Axolotl; reckoned as LoRA")
+    saved = cfg.get("lora_modules_to_save") or []
+    if not isinstance(saved, list):
+        raise PoSEError(f"lora_modules_to_save={saved!r} is no list; write [{saved}]")
+    given = cfg.get("lora_target_modules")
+    targets = list(given) if isinstance(given, list) else []
+    if isinstance(given, str) and given != "all-linear" and not cfg.get("lora_target_linear"):
+        notes.append(f"lora_target_modules={given} is reckoned as all linear maps")
     if cfg.get("lora_target_linear") or not targets:
         targets = [*_ALL_LINEAR, *(name for name in targets if name not in _ALL_LINEAR)]
     methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
     return Run(
         method=methods[quantised],
-        lora_rank=int(cfg.get("lora_r") or 8),
+        lora_rank=_number(cfg, "lora_r", 8),
         lora_targets=targets,
-        saved_modules=list(cfg.get("lora_modules_to_save") or []),
+        saved_modules=saved,
         quantised=quantised,
         weight_bytes=wide,
         trained_bytes=4,
@@ -198,7 +238,7 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
 
 def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     if cfg.get("fsdp_config") or cfg.get("fsdp_version") or cfg.get("fsdp"):
-        block = cfg.get("fsdp_config") or {}
+        block = _block(cfg, "fsdp_config")
         offload = bool(block.get("offload_params") or block.get("fsdp_offload_params"))
         whole = block.get("reshard_after_forward", block.get("fsdp_reshard_after_forward", True))
         # Gathered weights that are kept until the backward pass are whole at its beginning.
@@ -207,15 +247,15 @@ def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        block = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else dict(path)
+        block = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else path
     except (OSError, ValueError):
         stage = next((n for n in (1, 2, 3) if f"zero{n}" in str(path)), 0)
         notes.append(f"deepspeed={path} cannot be read here; taken for ZeRO-{stage} by its name")
         return {"stage": stage, "master": cfg.get("adapter") is None}
-    zero = block.get("zero_optimization") or {}
-    device = (zero.get("offload_optimizer") or {}).get("device")
+    zero = _block(_block({"deepspeed": block}, "deepspeed"), "zero_optimization")
+    device = _block(zero, "offload_optimizer").get("device")
     return {
-        "stage": int(zero.get("stage") or 0),
+        "stage": _number(zero, "stage", 0, least=0),
         "offload": device not in (None, "none"),
         "master": cfg.get("adapter") is None,
     }
@@ -232,7 +272,7 @@ def _optimizer(name: str, notes: list[str]) -> str:
 def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
     """Lines of local JSON lines files; None if any part of the data is somewhere else."""
     count = 0
-    for each in cfg.get("datasets") or []:
+    for each in _datasets(cfg):
         path = Path(str(each.get("path")))
         if path.suffix != ".jsonl" or not path.is_file():
             return None
@@ -240,6 +280,9 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
             count += sum(bool(line.strip()) for line in file)
     if count and cfg.get("val_set_size"):
         notes.append(f"val_set_size={cfg['val_set_size']} takes its part of the {count} rows")
-        share = float(cfg["val_set_size"])
-        count = int(count * (1 - share)) if share < 1 else count - int(share)
+        share = _number(cfg, "val_set_size", 0, least=0, whole=False)
+        held = count * share if share < 1 else share
+        if held >= count:
+            raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
+        count = int(count - held)
     return count or None

@@ -257,3 +257,56 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
         from_yaml(tmp_path / "x.yaml")
     with pytest.raises(PoSEError, match="neither sequence_len nor"):
         from_values({"base_model": base, "pose": {"target_length": 9}})
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"sequence_len": "long"}, "sequence_len='long' cannot work: a whole number of at least 1"),
+        ({"micro_batch_size": -2}, "micro_batch_size=-2 cannot work"),
+        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps='auto'"),
+        ({"max_steps": "many"}, "max_steps='many'"),
+        ({"adapter": "lora", "lora_r": 0.5}, "lora_r=0.5"),
+        ({"adapter": "lora", "lora_modules_to_save": "norm"}, r"is no list; write \[norm\]"),
+        ({"adapter": "beacon", "beacon": True}, "beacon=True is no block of keys"),
+        ({"deepspeed": [1]}, r"deepspeed=\[1\] is no block"),
+        ({"deepspeed": {"zero_optimization": 3}}, "zero_optimization=3 is no block"),
+        ({"deepspeed": {"zero_optimization": {"stage": "auto"}}}, "stage='auto'"),
+        ({"fsdp_config": "full"}, "fsdp_config='full' is no block"),
+        ({"datasets": {"path": "a.jsonl"}}, "is no list of blocks"),
+        ({"datasets": ["a.jsonl"]}, "is no list of blocks"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(base, changes, text):
+    with pytest.raises(PoSEError, match=text):
+        from_values(values(base, **changes))
+
+
+def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 96)
+    data = {"max_steps": -1, "datasets": [{"path": str(tmp_path / "rows.jsonl")}]}
+    assert from_values(values(base, **data)).steps == 12
+    assert from_values(values(base, **data, val_set_size=0.5)).steps == 6
+    with pytest.raises(PoSEError, match="val_set_size=96 leaves none of the 96 rows"):
+        from_values(values(base, **data, val_set_size=96))
+
+
+@pytest.mark.parametrize(
+    "content", [b"base_model: x # \xe9\n", b"base_model:\nsequence_len: 8\n", b"base_model: [x]\n"]
+)
+def test_yamls_that_are_no_text_or_name_no_base(tmp_path, content):
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(PoSEError, match=r"is not valid YAML|has no base_model"):
+        from_yaml(tmp_path / "x.yaml")
+
+
+def test_adapters_that_are_reckoned_as_others_say_so(base):
+    said = [
+        from_values(values(base, **changes)).notes[0]
+        for changes in (
+            {"adapter": "other"},
+            {"adapter": "qlora"},
+            {"adapter": "lora", "lora_target_modules": ".*q_proj"},
+        )
+    ]
+    assert ["reckoned as LoRA" in said[0], "load_in_4bit" in said[1], "all linear maps" in said[2]] == [True] * 3
