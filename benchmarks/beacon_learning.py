@@ -1,7 +1,7 @@
 """Do beacons learn to carry what has left the window? The quick start's tiny model, window 128, on a CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py                  # an hour of one core: all parts
-    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py --parts beacons  # four minutes a seed to train, one to judge
+    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py                  # all parts
+    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py --parts beacons  # one of them
     python benchmarks/beacon_learning.py --quick --output /tmp/learning     # only to see that it runs
 
 Parts, each of which replaces its own numbers in beacon_learning.json:
