@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans, then asks and writes.
 
     Returns:
-        0; 1 where something was given up or a stop left rows undone.
+        0; 1 where something was given up, a stop left rows undone, or no row came out.
 
     Raises:
         PoSEError: input that cannot work.
@@ -167,4 +167,6 @@ def _report(result: Any, settings: Settings) -> int:
     if result.stopped:
         print(f"stopped: {result.stopped}", file=sys.stderr)
         print(f"  {result.unfinished} rows are not finished; the same command goes on from here", file=sys.stderr)
-    return 1 if result.given_up or result.stopped else 0
+    elif not result.rows:
+        print("no row came out: everything was left out, for the reasons above", file=sys.stderr)
+    return 1 if result.given_up or result.stopped or not result.rows else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -74,8 +75,9 @@ def _decode(where: object, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        source = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise PoSEError(
-            f"{where}: byte {error.start} is not UTF-8; convert it (iconv -f LATIN1 -t UTF-8), or leave it out"
+            f"{where}: byte {error.start} is not UTF-8; convert it (iconv -f {source} -t UTF-8), or leave it out"
         ) from None
 
 

@@ -73,12 +73,11 @@ async def ask_for(items: list[Item], settings: Settings, ask: Asker) -> list[Mad
 
     async def worker() -> None:
         for number, item in waiting:
-            if ask.stopped:
-                return
             try:
+                # After a stop too: what the journal holds whole is a row, and nothing is sent.
                 results[number] = await MODULES[item.task].make(item, settings, ask)
             except StopError:
-                return
+                continue
             except BaseException:
                 # A fault of ours: the others must not go on paying for what will not be written.
                 ask.stop("an unexpected error")

@@ -148,7 +148,7 @@ def test_compare_end_to_end(place, tmp_path):
         assert len(source["documents"]) == 2 and len(row["messages"]) == 20
 
 
-def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path):
+def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path, capsys):
     def long_answers(prompt):
         quote = documents_of(prompt)[0][:60]
         one = {"question": "Why?", "answer": "because " * 400, "quotes": [quote, documents_of(prompt)[0][-60:]]}
@@ -157,7 +157,9 @@ def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path):
     with Server(write=lambda prompt: long_answers(prompt) if "book" not in prompt else "") as server:
         line = arguments(place, tmp_path, server.url, "--tasks", "multi", "--max-tokens", "3500")
         line[line.index("--window") + 1] = "6100"
-        assert main(line) == 0
+        # No row at all is no success.
+        assert main(line) == 1
+    assert "no row came out" in capsys.readouterr().err
     found = manifest(tmp_path)
     assert found["left_out"] == {"rows longer than 6100 tokens (--window)": 4}
     assert found["rows"]["count"] == 0 and (tmp_path / "train.jsonl").read_text() == ""
@@ -205,7 +207,8 @@ def test_spread():
 
 
 BAD_FILES = {
-    "latin.txt": (b"caf\xe9 au lait", "latin.txt: byte 3 is not UTF-8; convert it"),
+    "latin.txt": (b"caf\xe9 au lait", "latin.txt: byte 3 is not UTF-8; convert it (iconv -f LATIN1"),
+    "wide.txt": ("a text".encode("utf-16"), "wide.txt: byte 0 is not UTF-8; convert it (iconv -f UTF-16"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": ', "torn.jsonl, line 2: no JSON"),
     "list.jsonl": (b"[1]\n", "list.jsonl, line 1: a list, not an object with 'text'"),
     "other.jsonl": (b'{"body": "a", "id": 3}\n', "no field 'text'; there are body, id: say --text-field NAME"),

@@ -16,7 +16,8 @@ import pytest
 from pose_plugin.cli import main
 from pose_plugin.synthesize.journal import Journal
 from tests.forked import forked
-from tests.synthesize.runs import arguments, lines, manifest
+from tests.synthesize.material import story
+from tests.synthesize.runs import arguments, lines, make_place, manifest
 from tests.synthesize.server import Server
 
 TASKS = ("--tasks", "single,multi,biography", "--concurrency", "3")
@@ -162,3 +163,19 @@ def test_a_damaged_manifest(one_book, tmp_path, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps({"settings": {}})[:-1])
     assert main(arguments(one_book, tmp_path, "http://127.0.0.1:9/v1")) == 2
     assert "manifest.json is damaged" in capsys.readouterr().err
+
+
+def test_a_stop_takes_no_row_away_that_was_complete(tmp_path):
+    place, output = make_place(tmp_path / "place"), tmp_path / "output"
+    with Server() as server:
+        assert main(arguments(place, output, server.url)) == 0
+    before = lines(output / "train.jsonl")
+    assert len(before) == 4
+    for number in range(8):
+        (place / "books" / f"new{number}.txt").write_text(story(100 + number, 3000), encoding="utf-8")
+    with Server(fault_for=lambda body: "401 |no") as server:
+        line = arguments(place, output, server.url, "--accept-changes", "--concurrency", "1")
+        assert main(line) == 1
+        # Nothing is sent after the refusal.
+        assert len(server.log) == 1
+    assert sorted(map(str, lines(output / "train.jsonl"))) == sorted(map(str, before))

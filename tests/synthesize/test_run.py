@@ -43,7 +43,7 @@ def test_biographies(one_book, tmp_path):
 
 def test_a_text_without_persons_gives_no_row(one_book, tmp_path):
     with Server(write=lambda prompt: '{"characters": []}') as server:
-        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 0
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 1
         assert len(server.log) == 1
     assert manifest(tmp_path)["left_out"] == {"rows without a question": 1, "tells of no persons": 1}
 
