@@ -115,6 +115,11 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
                 f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
                 "as counted here; Axolotl logs the number"
             )
+        if not packed and not given.get("rows") and any(each.get("type") == "completion" for each in _datasets(cfg)):
+            notes.append(
+                f"each of the {rows} lines is counted as one row, but type completion makes several of a text longer "
+                "than sequence_len, so there may be more steps than counted here; Axolotl logs the number"
+            )
         epochs = _number(cfg, "num_epochs", 1, least=0, whole=False) or 1
         steps = max(1, int(rows * epochs / (batch * accumulate * gpus)))
     return Inputs(

@@ -119,6 +119,9 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     assert from_values(values(base, **data), gpus=2, steps=7).steps == 7
     packed = from_values(values(base, **data, sample_packing=True), gpus=2)
     assert "at most as many steps" in packed.notes[0]
+    cut = {**data, "datasets": [{**data["datasets"][0], "type": "completion"}]}
+    assert "there may be more steps" in from_values(values(base, **cut)).notes[0]
+    assert not from_values(values(base, **cut), rows=96).notes
     elsewhere = {**data, "datasets": [{"path": "someone/data", "type": "chat_template"}]}
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
