@@ -17,7 +17,11 @@ examples:
   pose-plugin plan config.yaml --gpus 8 --gpu-memory 80 --output plan.png
   pose-plugin plan --base FOLDER --target-length 32768 --train-length 2048 --steps 1000 --rows-of-gpu 8 --gpus 8
 """
-_OWN = ("target_length", "train_length", "sampler", "rope")
+# What a YAML says itself, with the options' defaults.
+_OWN = {
+    "target_length": None, "train_length": None, "sampler": None, "rope": None, "method": "full", "lora_rank": 16,
+    "rows_of_gpu": 1, "accumulate": 1, "zero": 0, "checkpointing": False,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +88,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
 
     given = {"gpus": args.gpus, "steps": args.steps, "rows": args.rows}
     if args.config is not None:
-        twice = [name for name in _OWN if getattr(args, name) is not None]
+        twice = [name for name, default in _OWN.items() if getattr(args, name) != default]
         if twice:
             option = f"--{twice[0].replace('_', '-')}"
             raise PoSEError(f"{option} and {args.config} both say what is trained; change it in the YAML")

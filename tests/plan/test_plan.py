@@ -220,6 +220,8 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["nowhere.yaml"], "nowhere.yaml is no file"),
         ([], "--base, --target-length, --train-length missing"),
         (["{yaml}", "--target-length", "5"], "--target-length and"),
+        (["{yaml}", "--method", "qlora"], "--method and"),
+        (["{yaml}", "--checkpointing"], "--checkpointing and"),
         (["{yaml}", "--gpus", "0"], "--gpus 0 must be above 0"),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{hub}"], "the config.json of someone/model is not on this machine. Give a folder that has it by --base"),
