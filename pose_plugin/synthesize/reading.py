@@ -15,6 +15,14 @@ WHOLE = (".txt", ".md", ".markdown")
 ROWS = (".jsonl", ".parquet")
 
 
+def passed_over(inputs: Iterable[Path]) -> int:
+    """How many files in the folders have an ending that is not read; hidden ones are not counted."""
+    inside = (
+        each for path in inputs if path.is_dir() for each in path.rglob("*") if not _hidden(each.relative_to(path))
+    )
+    return sum(each.is_file() and each.suffix.lower() not in WHOLE + ROWS for each in inside)
+
+
 def find_files(inputs: Iterable[Path]) -> list[Path]:
     """Every readable file, folders walked in order of names, hidden ones left out.
 
@@ -117,6 +125,8 @@ def _parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
 def _text(where: str, row: dict[str, Any], text_field: str) -> str:
     if text_field not in row:
         _missing(where, list(row), text_field)
+    if row[text_field] is None:
+        return ""  # counted like every empty text
     if not isinstance(row[text_field], str):
         raise PoSEError(f"{where}: {text_field!r} is {type(row[text_field]).__name__}, not text; see --text-field")
     return row[text_field]

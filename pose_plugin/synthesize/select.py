@@ -45,7 +45,10 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
     spool, neutral, found = Spool(), Neutral(tokenizer), Collection()
     seen: set[str] = set()
     is_language = _language_filter(settings.languages)
-    for path in reading.find_files(settings.inputs):
+    files = reading.find_files(settings.inputs)
+    if others := reading.passed_over(settings.inputs):
+        found.dropped[f"files that do not end in {', '.join(reading.WHOLE + reading.ROWS)}"] = others
+    for path in files:
         found.files[str(path)] = reading.file_hash(path)
         for index, raw in reading.read(path, settings.text_field):
             found.documents += 1

@@ -50,6 +50,16 @@ def test_every_kind_of_file(tmp_path, tokenizer):
     assert len(found.files) == 4 and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in found.files.values())
 
 
+def test_what_is_no_text_is_counted(tmp_path, tokenizer):
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / ".hidden").write_bytes(b"")
+    rows = [{"text": None}, {"text": story(1, 900)}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = collect(settings(tmp_path), tokenizer)
+    assert found.dropped == {"files that do not end in .txt, .md, .markdown, .jsonl, .parquet": 1, "empty": 1}
+    assert len(found.long) + len(found.short) == 1
+
+
 def test_filters(tmp_path, tokenizer):
     pytest.importorskip("py3langid")
     german = "Der Wal schwamm um die Insel, und niemand auf dem Schiff hat ihn gesehen. " * 12
