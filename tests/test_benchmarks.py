@@ -151,7 +151,7 @@ def test_the_gpu_checks_run_on_a_cpu(tmp_path):
 
 def test_the_smollm2_run_in_small(tmp_path):
     """Trains through Axolotl and judges by the command as the real one does, and makes every table and the picture."""
-    pytest.importorskip("axolotl", reason="Axolotl is not installed")
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
     run = [sys.executable, str(FOLDER / "smollm2" / "run.py"), "--quick", "--output", str(tmp_path)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
@@ -162,3 +162,16 @@ def test_the_smollm2_run_in_small(tmp_path):
     assert (tmp_path / "smollm2.png").read_bytes().startswith(b"\x89PNG")
     for name in result["models"]:
         assert done.stdout.count(f"| {name} |") == 4
+
+
+def test_the_smollm2_page_quotes_the_results():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        tables = importlib.import_module("smollm2.tables")
+    finally:
+        sys.path.remove(str(FOLDER))
+    page = (FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8")
+    quoted = tables.table(committed("smollm2"))
+    assert quoted in page
+    assert not re.search(r"^\|", page.replace(quoted, ""), re.MULTILINE)
+    assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")

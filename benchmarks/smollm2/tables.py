@@ -75,5 +75,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for panel, title in zip(axes, [*texts, "gap probe"], strict=True):
             panel.set_title(title)
             panel.set_xlabel("position (tokens)")
+            panel.locator_params(axis="x", nbins=5)
         axes[0].set_ylabel("loss (nats a token)")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
