@@ -1,6 +1,6 @@
 """A real pretrained model on a CPU: SmolLM2-135M from 8,192 tokens to 16,384 (linear) and to 65,536 (YaRN).
 
-    OMP_NUM_THREADS=1 python benchmarks/smollm2/run.py               # two hours of one core; needs Axolotl
+    OMP_NUM_THREADS=1 python benchmarks/smollm2/run.py               # hours of one core; needs Axolotl
     python benchmarks/smollm2/run.py --larger                        # on a GPU: longer, more steps, more retrieval
     python benchmarks/smollm2/run.py --quick --output /tmp/smollm2   # a tiny model, only to see that it runs
 

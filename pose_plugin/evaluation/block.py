@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from pose_plugin.evaluation.in_step import agreed
 from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl, require_same_tokens
 from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
 from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
+from pose_plugin.evaluation.text_file import read_text
 from pose_plugin.evaluation.topics import topic_prompts, topics
 from pose_plugin.log import log
 
@@ -264,18 +264,3 @@ def doubled(shortest: int, longest: int) -> list[int]:
     while lengths[-1] * 2 < longest:
         lengths.append(lengths[-1] * 2)
     return sorted({*lengths, longest})
-
-
-def read_text(path: str, where: str) -> str:
-    """A UTF-8 file.
-
-    Raises:
-        PoSEError: naming the file and the setting `where` it stands.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PoSEError(f"{where}: {path} could not be read as a UTF-8 text file: {error}") from error
-    if not text.strip():
-        raise PoSEError(f"{where}: {path} is empty; give a file with text")
-    return text

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.text_file import read_text
 
 if TYPE_CHECKING:
     from pose_plugin.evaluation.loading import Source
@@ -136,11 +137,11 @@ def _plan(args: argparse.Namespace, tasks: list[str]) -> Plan:
         raise PoSEError(f"--texts {twice[0]} is named twice and would count twice; name it once")
     return Plan(
         lengths=_lengths(args.lengths),
-        texts=[_read(path) for path in args.texts] if any(task in WITH_TEXTS for task in tasks) else [],
+        texts=[read_text(path) for path in args.texts] if any(task in WITH_TEXTS for task in tasks) else [],
         trials=args.trials,
         depths=_numbers("depths", args.depths) if args.depths else None,
         kinds=tuple(_names(args.kinds)),
-        filler=_read(args.filler) if args.filler else None,
+        filler=read_text(args.filler) if args.filler else None,
         seed=args.seed,
         stride=args.stride,
         max_windows=args.max_windows,
@@ -288,13 +289,3 @@ def _extension(text: str) -> tuple[int, dict[str, Any]]:
         except ValueError:
             rope[key] = value
     return int(target), rope
-
-
-def _read(path: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PoSEError(f"{path} could not be read as a UTF-8 text file: {error}") from error
-    if not text.strip():
-        raise PoSEError(f"{path} is empty; give a file with text")
-    return text
