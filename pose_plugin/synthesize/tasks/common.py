@@ -96,6 +96,19 @@ def questions_from(
     return turns, dropped
 
 
+def questions_into(
+    made: Made, count: int, fits: Callable[[list[str]], bool], settings: Settings
+) -> Callable[[str], list[Turn]]:
+    """`questions_from` as what a request accepts; the questions that are dropped are counted in `made`."""
+
+    def accept(content: str) -> list[Turn]:
+        turns, dropped = questions_from(content, count, fits, settings)
+        made.dropped += dropped
+        return turns
+
+    return accept
+
+
 def _problem(question: Question, fits: Callable[[list[str]], bool], settings: Settings, seen: set[str]) -> str | None:
     if not question.question or not question.answer:
         return "without a question or an answer"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Finder, Questions
 from pose_plugin.synthesize.asking import Asker, Request
-from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
-from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_from
+from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_into
 
 
 def forecast(lengths: list[int], settings: Settings) -> list[int]:
@@ -18,13 +17,8 @@ def forecast(lengths: list[int], settings: Settings) -> list[int]:
 async def make(item: Item, settings: Settings, ask: Asker) -> Made:
     """Raises StopError."""
     texts = [document.text for document in item.documents]
-    finder, made = Finder(texts), Made()
-
-    def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, settings.questions, finder.several, settings)
-        made.dropped += dropped
-        return turns
-
+    made = Made()
+    accept = questions_into(made, settings.questions, Finder(texts).several, settings)
     text = prompts.prompt(
         texts,
         prompts.COMPARE.format(count=settings.questions),

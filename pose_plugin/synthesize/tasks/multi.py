@@ -5,7 +5,6 @@ from __future__ import annotations
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Finder, Questions
 from pose_plugin.synthesize.asking import Asker, Request
-from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import (
     PROMPT_TOKENS,
@@ -13,7 +12,7 @@ from pose_plugin.synthesize.tasks.common import (
     Made,
     ask_all,
     excerpts,
-    questions_from,
+    questions_into,
     shortened,
     tokens_of,
 )
@@ -28,13 +27,8 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
     """Raises StopError."""
     (document,) = item.documents
     shown = excerpts(document, document.text, settings)
-    finder, made = Finder([document.text]), Made()
-
-    def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, settings.questions, finder.apart, settings)
-        made.dropped += dropped
-        return turns
-
+    made = Made()
+    accept = questions_into(made, settings.questions, Finder([document.text]).apart, settings)
     text = prompts.prompt(
         shown,
         *shortened(shown),

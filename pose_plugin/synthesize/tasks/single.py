@@ -18,7 +18,7 @@ from pose_plugin.synthesize.tasks.common import (
     Item,
     Made,
     ask_all,
-    questions_from,
+    questions_into,
     tokens_of,
 )
 from pose_plugin.synthesize.texts import pieces
@@ -58,12 +58,7 @@ def _one_of_each_stretch(parts: list[str], count: int, draw: random.Random) -> l
 
 def _request(item: Item, number: int, part: str, count: int, settings: Settings, made: Made) -> Request[list[Turn]]:
     finder = Finder([part])
-
-    def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, count, lambda quotes: bool(finder.places(quotes)), settings)
-        made.dropped += dropped
-        return turns
-
+    accept = questions_into(made, count, lambda quotes: bool(finder.places(quotes)), settings)
     text = prompts.prompt(
         [part],
         prompts.SINGLE.format(count=count),
