@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,27 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
         return None
 
 
+def weights_are_divided(trainer: Any) -> bool:
+    """Whether no rank holds the whole model (FSDP, ZeRO-3), so that every rank takes part in each save."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+
+
 def complete_card(folder: str | Path) -> None:
-    """Puts our part into README.md; a card is no reason to fail after the training."""
-    try:
-        write_card(folder)
-    except Exception as error:
-        log.warning("no model card for %s: %s. `pose-plugin card` writes it", folder, error)
+    """Puts our part into README.md; a card is no reason to fail after the training.
+
+    At the end Axolotl writes the tokenizer on every rank, and nothing waits for them: what cannot be read at this
+    moment is read once more.
+    """
+    for wait in (0.5, 1.0, 2.0, None):
+        try:
+            write_card(folder)
+            return
+        except Exception as error:
+            if wait is None:
+                log.warning("no model card for %s: %s. `pose-plugin card` writes it", folder, error)
+            else:
+                time.sleep(wait)
 
 
 def with_our_card(trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from pose_plugin.integrations.requirements import (
     warn_of_other_settings,
 )
 from pose_plugin.integrations.rows import look_at_rows
-from pose_plugin.integrations.saving import complete_card, config_beside_shards, probe_of, resumable, with_our_card
+from pose_plugin.integrations.saving import (
+    complete_card,
+    config_beside_shards,
+    probe_of,
+    resumable,
+    weights_are_divided,
+    with_our_card,
+)
 from pose_plugin.integrations.unsloth import is_unsloth, require_unsloth_fits
 from pose_plugin.log import log, show_log
 from pose_plugin.positions import BORDERED, WITHOUT_CHUNKS, coverage, simulable
@@ -68,8 +76,11 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         save_model(output_dir, *args, **kwargs)
         # Every rank takes part, as the weights may be spread over them.
         callback.answered = probe_of(trainer, collator.settings)
-        if trainer.args.should_save:
-            callback.complete(output_dir or trainer.args.output_dir or ".")
+        # Axolotl writes the tokenizer on every rank right after a save, while one still reads it here. Where all ranks
+        # save for sure, as each holds a part of the weights, they leave together.
+        with together() if weights_are_divided(trainer) else nullcontext():
+            if trainer.args.should_save:
+                callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
     with_our_card(trainer)

@@ -7,6 +7,7 @@ these files. What a CPU needs beside them is in `on_cpu`.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,6 +189,26 @@ def divided(model: Any) -> bool:
     )
 
 
+def completeness(trainer: Any) -> list[bool]:
+    """For each save, filled in later: whether our record was there when this rank left it. Writing it takes a while."""
+    from pose_plugin.integrations.trainer import PoSECallback
+
+    ours = next(each for each in trainer.callback_handler.callbacks if isinstance(each, PoSECallback))
+    complete, save_model = ours.complete, trainer.save_model
+    found: list[bool] = []
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        complete(*args, **kwargs)
+
+    def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        save_model(output_dir, *args, **kwargs)
+        found.append((Path(output_dir or trainer.args.output_dir) / "pose.json").exists())
+
+    ours.complete, trainer.save_model = late, save
+    return found
+
+
 def fault_of(name: str) -> Any:
     """A callback that spoils the run of rank 1, and of no other, when training begins."""
     from transformers import TrainerCallback
@@ -247,9 +268,10 @@ def trl(
     divided_at_birth = divided(trainer.model)
     if fault is not None:
         trainer.callback_handler.callbacks.insert(0, fault_of(fault))
+    complete = completeness(trainer)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    return {**seen(trainer, trainer.model), "divided_at_birth": divided_at_birth}
+    return {**seen(trainer, trainer.model), "divided_at_birth": divided_at_birth, "complete": complete}
 
 
 def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out", **config: Any) -> dict[str, Any]:
@@ -296,6 +318,7 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
 
     def on_setup(model: Any, trainer: Any) -> None:
         found["divided_at_birth"] = divided(model)
+        found["complete"] = completeness(trainer)
 
         class Look(TrainerCallback):
             def on_train_end(self, *args: Any, **kwargs: Any) -> None:

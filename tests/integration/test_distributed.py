@@ -107,6 +107,14 @@ def test_every_rank_is_tested_and_one_says_so(run, case):
         assert [rank.output.count("[pose_plugin] self-test passed") for rank in found] == [1, 0]
 
 
+def test_no_rank_leaves_a_save_of_divided_weights_before_it_is_complete(run, case):
+    """Axolotl goes on to write the tokenizer on every rank, and rank 0 would read half of it."""
+    if case.framework == "loop" or case.strategy not in ("zero3", "fsdp2"):
+        pytest.skip("here rank 0 saves by itself")
+    for rank in run(case)[1]:
+        assert rank.value["complete"] and all(rank.value["complete"])
+
+
 def test_what_is_saved_reloads_to_what_was_trained(run, case):
     folder, ranks = run(case)
     out = folder / "out"

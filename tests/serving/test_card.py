@@ -142,3 +142,25 @@ def test_a_readme_that_cannot_be_read_is_left_as_it_is(full, content, capsys):
 def test_a_mark_of_byte_order_hides_no_metadata(full):
     (full / "README.md").write_bytes(b"\xef\xbb\xbf---\nlicense: mit\n---\n# Mine\n")
     assert card(full).data.license == "mit"
+
+
+def test_at_the_end_of_a_run_a_half_written_tokenizer_is_waited_for(full, monkeypatch, caplog):
+    """Axolotl writes the tokenizer on every rank, and the one that writes the card may find it half written."""
+    from pose_plugin.integrations import saving
+
+    file = full / "tokenizer_config.json"
+    whole, waits = file.read_text(), []
+
+    def another_rank_goes_on(seconds):
+        waits.append(seconds)
+        file.write_text(whole if len(waits) == 2 else "")
+
+    monkeypatch.setattr(saving.time, "sleep", another_rank_goes_on)
+    file.write_text("")
+    saving.complete_card(full)
+    assert len(waits) == 2 and BEGIN in (full / "README.md").read_text() and not caplog.records
+
+    waits[:] = [0.0] * 2
+    file.write_text("")
+    saving.complete_card(full)
+    assert "no model card" in caplog.text and "not valid JSON" in caplog.text
