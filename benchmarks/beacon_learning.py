@@ -1,6 +1,6 @@
 """Do beacons learn to carry what has left the window? The quick start's tiny model, window 128, on a CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py                  # all parts
+    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py                  # all parts, three seeds
     OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py --parts beacons  # one of them
     python benchmarks/beacon_learning.py --quick --output /tmp/learning     # only to see that it runs
 
@@ -56,22 +56,35 @@ MEASURES = {
 }
 
 
-def mean(runs: list[dict[str, Any]], measure: str, length: int) -> float:
-    return sum(run[measure][str(length)] for run in runs) / len(runs)
+def values_of(runs: list[dict[str, Any]], measure: str, length: int) -> list[float]:
+    """One value a seed."""
+    return [run[measure][str(length)] for run in runs]
 
 
-def shown(measure: str, value: float) -> str:
-    """Shares as they are, losses as perplexities."""
-    return f"{value if measure == 'digit' else math.exp(value):.2f}"
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def shown(measure: str, values: list[float]) -> str:
+    """The mean (of perplexities, over their logarithms) and, of several seeds, the least and the most."""
+    text = f"{in_unit(measure, mean(values)):.2f}"
+    if len(values) == 1:
+        return text
+    return f"{text} ({in_unit(measure, min(values)):.2f}–{in_unit(measure, max(values)):.2f})"
+
+
+def in_unit(measure: str, value: float) -> float:
+    """Losses become perplexities; shares stay as they are."""
+    return value if measure in ("digit", "training") else math.exp(value)
 
 
 def table(result: dict[str, Any]) -> str:
-    """By measure and reader; means over the seeds (of perplexities, over their logarithms)."""
+    """By measure and reader; mean and range over the seeds."""
     lengths, rows = result["lengths"], []
     for measure, (label, readers) in MEASURES.items():
         for reader in readers:
             if runs := result["readers"].get(reader):
-                cells = [shown(measure, mean(runs, measure, length)) for length in lengths]
+                cells = [shown(measure, values_of(runs, measure, length)) for length in lengths]
                 rows.append([f"{label}: {NAMES[reader]}", *cells])
     header = ["", *(f"{n} ({n // WINDOW}x)" for n in lengths)]
     return markdown(header, rows) + "\n\n" + about(result["machine"])
@@ -83,7 +96,7 @@ def far_table(result: dict[str, Any]) -> str:
     header = ["library texts, perplexity by window", *map(str, windows)]
     rows = []
     for name, found in result["far"].items():
-        rows.append([name, *(shown("text", found[str(n)]) if str(n) in found else "" for n in windows)])
+        rows.append([name, *(shown("text", [found[str(n)]]) if str(n) in found else "" for n in windows)])
     return markdown(header, rows)
 
 
@@ -95,8 +108,8 @@ def ablation_table(result: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            *(shown(key, mean(runs, key, n)) for key, _ in columns for n in lengths),
-            f"{sum(run['digit_loss'] for run in runs) / len(runs):.2f}",
+            *(shown(key, values_of(runs, key, n)) for key, _ in columns for n in lengths),
+            shown("training", [run["digit_loss"] for run in runs]),
         ]
         for name, runs in runs_of.items()
     ]
@@ -113,9 +126,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for side, reader in enumerate(("beacons", "sliding", "unfrozen")):
                 if not (runs := result["readers"].get(reader)):
                     continue
-                values = [mean(runs, measure, n) for n in lengths]
-                values = values if measure == "digit" else [math.exp(value) for value in values]
-                axes.plot(lengths, values, marker="o", color=COLOURS[side], label=NAMES[reader])
+                seen = [values_of(runs, measure, n) for n in lengths]
+                line, low, high = ([in_unit(measure, of(each)) for each in seen] for of in (mean, min, max))
+                axes.plot(lengths, line, marker="o", color=COLOURS[side], label=NAMES[reader])
+                axes.fill_between(lengths, low, high, color=COLOURS[side], alpha=0.2, linewidth=0)
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{n}\n{n // WINDOW}x" for n in lengths])
             axes.set_xlabel("text, tokens")
@@ -141,6 +155,14 @@ class Run:
     def add(self, reader: str, found: dict[str, Any]) -> None:
         self.result["readers"].setdefault(reader, []).append(found)
 
+    def kept(self, part: str, steps: int, readers: tuple[str, ...]) -> list[dict[str, Any]]:
+        """What has been run with as many steps and stays; where nothing has, the readers' numbers are dropped."""
+        told = [each for each in self.result["about"].get(part, []) if each["steps"] == steps]
+        if not told:
+            for reader in readers:
+                self.result["readers"].pop(reader, None)
+        return told
+
     def judge(
         self, readers: dict[str, Any], seed: int, lengths: list[int] | None = None, library: bool = True
     ) -> dict[str, Any]:
@@ -154,7 +176,7 @@ class Run:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=None, help="all but axolotl in a quick run")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 10 on; those that are there are kept")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--short", type=int, default=500, help="steps of the ablation's runs")
     args = parser.parse_args()
@@ -181,11 +203,7 @@ def main() -> None:
 
 
 def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    # Seeds that have been run with as many steps are kept.
-    told = [each for each in run.result["about"].get("beacons", []) if each["steps"] == steps]
-    if not told:
-        for reader in ("beacons", "another", "sliding", "half"):
-            run.result["readers"].pop(reader, None)
+    told = run.kept("beacons", steps, ("beacons", "another", "sliding", "half"))
     for seed in [seed for seed in seeds if seed not in [each["seed"] for each in told]]:
         print(f"beacons, seed {seed}", flush=True)
         start = time.process_time()
@@ -209,11 +227,14 @@ def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
 
 
 def part_unfrozen(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    print("the base, trained too", flush=True)
-    run.result["readers"].pop("unfrozen", None)
-    model = training.unfrozen(steps, seeds[0], tokens)
-    run.add("unfrozen", run.judge({"unfrozen": Sliding(model)}, seeds[0])["unfrozen"])
-    run.result["about"]["unfrozen"] = [{"seed": seeds[0], "steps": steps}]
+    told = run.kept("unfrozen", steps, ("unfrozen",))
+    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in told]]:
+        print(f"the base, trained too, seed {seed}", flush=True)
+        model = training.unfrozen(steps, seed, tokens)
+        run.add("unfrozen", run.judge({"unfrozen": Sliding(model)}, seed)["unfrozen"])
+        told.append({"seed": seed, "steps": steps})
+        run.result["about"]["unfrozen"] = told
+        run.save()
 
 
 def part_far(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
