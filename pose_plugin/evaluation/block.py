@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 from pose_plugin.config import EvaluateSettings, PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, innermost
+from pose_plugin.evaluation.by_length import ByLength
 from pose_plugin.evaluation.callback import EvaluationCallback
 from pose_plugin.evaluation.gap import TOKENS as GAP_TOKENS
 from pose_plugin.evaluation.gap import gap_probe
@@ -22,6 +24,7 @@ from pose_plugin.evaluation.in_step import agreed
 from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl, require_same_tokens
 from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
 from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
+from pose_plugin.evaluation.retrieval import RetrievalResult
 from pose_plugin.evaluation.text_file import read_text
 from pose_plugin.evaluation.topics import topic_prompts, topics
 from pose_plugin.log import log
@@ -75,16 +78,21 @@ def further_measures(
     """Those that need nothing but lengths and texts, by name; passkey and perplexity are the callback's own."""
     trials = max(asked.trials, len(DEPTHS))
 
-    def needles(model: Any, tokenizer: Any) -> Any:
-        return needle(model, tokenizer, lengths, trials=trials, seed=asked.seed, **shared)
+    def needles(model: Any, tokenizer: Any, n: int) -> RetrievalResult:
+        return needle(model, tokenizer, [n], trials=trials, seed=asked.seed, **shared)
 
-    def topic(model: Any, tokenizer: Any) -> Any:
-        return topics(model, tokenizer, lengths, trials=asked.trials, seed=asked.seed, **shared)
+    def topic(model: Any, tokenizer: Any, n: int) -> RetrievalResult:
+        return topics(model, tokenizer, [n], trials=asked.trials, seed=asked.seed, **shared)
 
     def gap(model: Any, tokenizer: Any) -> Any:
         return gap_probe(model, tokenizer, texts, lengths, max_windows=asked.max_windows, **shared)
 
-    known = {"needle": needles, "topics": topic, "gap": gap}
+    known: dict[str, Measure] = {
+        "needle": ByLength("needle", lengths, needles, RetrievalResult),
+        "topics": ByLength("topics", lengths, topic, RetrievalResult),
+        # Its texts are short at every length.
+        "gap": gap,
+    }
     return {name: known[name] for name in tasks if name in known}
 
 
@@ -199,10 +207,8 @@ class LongPPLTask:
             tokenised(tokenizer, self.texts, [n])
         with _as_if_alone(), _random_states():
             judge = load(source, device=str(device_of(model)))
-            found = {
-                n: key_tokens(judge, tokenizer, self.texts, n, self.short, source.name, **self.shared)
-                for n in self.lengths
-            }
+            asking = ByLength("longppl", self.lengths, functools.partial(self._keys, source.name))
+            found = asking.parts(judge, tokenizer)
             del judge
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -220,8 +226,14 @@ class LongPPLTask:
     def __call__(self, model: Any, tokenizer: Any) -> LongPPLResult:
         if not self._shared_keys:
             self.keys, self._shared_keys = agreed(model, self.keys), True
-        parts = [longppl(model, tokenizer, self.texts, keys, **self.shared) for keys in self.keys.values()]
-        return LongPPLResult.joined(parts)
+            self._measure = ByLength("longppl", list(self.keys), self._at, LongPPLResult)
+        return self._measure(model, tokenizer)
+
+    def _keys(self, name: str, judge: Any, tokenizer: Any, n: int) -> KeyTokens:
+        return key_tokens(judge, tokenizer, self.texts, n, self.short, name, **self.shared)
+
+    def _at(self, model: Any, tokenizer: Any, n: int) -> LongPPLResult:
+        return longppl(model, tokenizer, self.texts, self.keys[n], **self.shared)
 
 
 @contextmanager

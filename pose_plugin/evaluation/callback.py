@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from transformers.trainer_callback import CallbackHandler
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, innermost
+from pose_plugin.evaluation.by_length import ByLength
 from pose_plugin.evaluation.finished import digest
 from pose_plugin.evaluation.in_step import InStep, in_step, require_same_plan
 from pose_plugin.evaluation.memory import require_room
-from pose_plugin.evaluation.passkey import PasskeyBuilder, documents, passkey
-from pose_plugin.evaluation.perplexity import perplexity, tokenised
+from pose_plugin.evaluation.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
+from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
 from pose_plugin.log import log
 from pose_plugin.ranks import beside_training, together
 
@@ -32,8 +34,9 @@ class EvaluationCallback(TrainerCallback):
     same forwards together.
 
     What cannot work is refused before the first step. A measurement that fails later (out of memory, say) is told in
-    a warning and the training goes on: a run is worth more than a look at it. With divided weights a rank that is out
-    of memory ends the run, as in a step: the others would wait for it for ever.
+    a warning and the training goes on: a run is worth more than a look at it. Lengths that do not fit in memory are
+    left out alone, as in `pose-plugin evaluate`, and named once. With divided weights a rank that is out of memory
+    ends the run, as in a step: the others would wait for it for ever.
 
     Args:
         tokenizer: default: the trainer's processing class.
@@ -90,6 +93,8 @@ class EvaluationCallback(TrainerCallback):
         self.passkey_options = {"progress": False, **(passkey_options or {})}
         self.perplexity_options = {"progress": False, **(perplexity_options or {})}
         self.more, self.check = dict(more or {}), check
+        self._passkey = ByLength("passkey", self.passkey_lengths, self._passkey_at, PasskeyResult)
+        self._perplexity = ByLength("perplexity", self.perplexity_lengths, self._perplexity_at, PerplexityResult)
         self.results: list[tuple[int, Any, Any]] = []
         self.more_results: list[tuple[int, dict[str, Any]]] = []
 
@@ -174,11 +179,14 @@ class EvaluationCallback(TrainerCallback):
         if metrics:
             report(metrics, args, state, control, handler)
 
-    def _passkey(self, model: Any, tokenizer: Any) -> Any:
-        return passkey(model, tokenizer, self.passkey_lengths, **self.passkey_options)
+    def _passkey_at(self, model: Any, tokenizer: Any, n: int) -> PasskeyResult:
+        return passkey(model, tokenizer, [n], **self.passkey_options)
 
-    def _perplexity(self, model: Any, tokenizer: Any) -> Any:
-        return perplexity(model, tokenizer, self.texts, self.perplexity_lengths, **self.perplexity_options)
+    def _perplexity_at(self, model: Any, tokenizer: Any, n: int) -> PerplexityResult:
+        texts, lengths, options = self.texts, self.perplexity_lengths, self.perplexity_options
+        # The texts that fill the longest length, at every length.
+        used, _, left_out = tokenised(tokenizer, texts, lengths, options.get("max_tokens"), options.get("bos"))
+        return replace(perplexity(model, tokenizer, used, [n], **options), left_out=left_out)
 
 
 def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:

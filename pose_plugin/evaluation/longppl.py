@@ -155,7 +155,7 @@ def key_tokens(
     with evaluating(evaluator), tqdm(windows, desc="key tokens", unit="text", disable=not progress) as bar:
         loss = TokenLoss(evaluator)
         for window in bar:
-            long = loss(torch.tensor([window], device=device), whole.chunk)[0]
+            (long,) = in_batches([window], 1, lambda row: loss(torch.tensor(row, device=device), whole.chunk)[0])
             # Tokens short … length-1, step at a time, each group with the `short` tokens before it.
             starts = range(len(begin) + short, length, step)
             near = torch.empty(0)

@@ -174,3 +174,56 @@ def test_a_rank_without_memory_ends_the_run_where_the_others_would_wait(make_lla
     assert run.state.global_step == 4
     with pytest.raises(memory.TooLittleMemory, match="full"):
         train(make_llama(), tokenizer, tmp_path, [EvaluationCallback(more={"x": full}, every=1)])
+
+
+def test_lengths_that_do_not_fit_are_left_out_and_named_once(make_llama, tokenizer, tmp_path, monkeypatch, caplog):
+    """As in the command: what fits is measured, to the same figures as without the long lengths."""
+    from tests.evaluation.test_callback import train
+
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    asked = {"tasks": ["passkey", "perplexity", "needle", "topics"], "texts": str(tmp_path / "text.txt"),
+             "trials": 2, "max_windows": 2, "at_start": True}  # fmt: skip
+
+    def history(lengths):
+        settings = {"target_length": 16000, "train_length": 128, "evaluate": {**asked, "lengths": lengths}}
+        watch = from_settings(parse_settings(settings))
+        rows = train(make_llama(), tokenizer, tmp_path, [watch]).state.log_history
+        return [{k: v for k, v in row.items() if k != "epoch"} for row in rows if "passkey/1000" in row], watch
+
+    short, _ = history([1000])
+    monkeypatch.setattr(memory, "available_bytes", lambda device: memory.LOGIT_BYTES + 2**22)
+    with caplog.at_level("WARNING"):
+        found, watch = history([16000, 1000, 8000])
+    # The texts that fill the longest length are measured at every length, so perplexity may be that of fewer texts.
+    assert len(found) == 2 and found == short
+    assert {"passkey/1000", "perplexity/1000", "needle/kv/1000", "topics/first/1000"} <= found[0].keys()
+    assert watch.results[0][1].lengths == [1000] and list(watch.results[0][2].by_length) == [1000]
+    for name in asked["tasks"]:
+        told = [each for each in caplog.messages if each.startswith(f"{name} is not measured at 8000, 16000")]
+        assert len(told) == 1 and "length=8000 needs about" in told[0] and "free on cpu" in told[0]
+
+
+def test_a_length_that_runs_out_of_memory_half_way_takes_nothing_else_along(make_llama, tokenizer, monkeypatch, caplog):
+    from pose_plugin.evaluation.by_length import ByLength
+    from pose_plugin.evaluation.passkey import PasskeyResult, passkey
+
+    def measure(model, tokenizer, n):
+        if n == 220 and full:
+            raise memory.TooLittleMemory("full") from torch.OutOfMemoryError("full")
+        return passkey(model, tokenizer, [n], trials=1, progress=False)
+
+    full, model = True, make_llama()
+    watch = ByLength("passkey", [240, 220, 200], measure, PasskeyResult)
+    with caplog.at_level("WARNING"):
+        assert watch(model, tokenizer).lengths == watch(model, tokenizer).lengths == [200]
+    assert caplog.messages == ["passkey is not measured at 220, 240, the rest is: full"]
+    # Memory may come back, and the longer ones with it.
+    full = False
+    assert watch(model, tokenizer) == passkey(model, tokenizer, [200, 220, 240], trials=1, progress=False)
+    # Ranks that go in step would wait for one that stops; what is foreseen is foreseen by all of them.
+    full = True
+    with pytest.raises(memory.TooLittleMemory):
+        watch(InStep(model, model, torch.device("cpu")), tokenizer)
+    nothing = ByLength("passkey", [220], measure, PasskeyResult)
+    with pytest.raises(memory.TooLittleMemory):
+        nothing(model, tokenizer)

@@ -160,3 +160,21 @@ def test_both_survive_json(tokenizer, make_llama):
     assert "copier" in result.definition and "2410.23771" in result.definition
     gap = gap_probe(make_llama(), tokenizer, texts, [100], 40, **QUIET)
     assert GapResult.from_dict(json.loads(json.dumps(gap.to_dict()))) == gap
+
+
+def test_an_evaluator_that_runs_out_of_memory_says_so(tokenizer, monkeypatch):
+    from pose_plugin.evaluation.memory import TooLittleMemory
+
+    model = Copier(30)
+    monkeypatch.setattr(model, "forward", full_when_long(model.forward))
+    with pytest.raises(TooLittleMemory, match="ran out of memory with batch_size=1"):
+        key_tokens(model, tokenizer, [repeated(30, 3)[:80]], 80, 16, "copier", **QUIET)
+
+
+def full_when_long(forward):
+    def full(input_ids=None, logits_to_keep=0, **rest):
+        if input_ids.shape[1] > 40:
+            raise torch.OutOfMemoryError("full")
+        return forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **rest)
+
+    return full
