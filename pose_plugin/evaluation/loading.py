@@ -5,13 +5,13 @@ Everything that can be wrong with a folder is found by `describe`, before any we
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.serving.base import base_of
+from pose_plugin.serving.folder import read_record
 
 
 @dataclass
@@ -68,7 +68,7 @@ def describe(path: str, name: str | None = None) -> Source:
     name = name or folder.resolve().name
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():
-        return Source(name, path, path, _config(path), _tokenizer(path), record=_record(folder))
+        return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(folder))
     base = base_of(folder).name
     _peft()
     own = (folder / "config.json").is_file()
@@ -93,7 +93,7 @@ def describe(path: str, name: str | None = None) -> Source:
         config=_config(path if own else base),
         tokenizer=_tokenizer(path if own_tokenizer else base),
         is_adapter=True,
-        record=_record(folder),
+        record=read_record(folder),
         notes=notes,
     )
 
@@ -194,16 +194,3 @@ def _tokenizer(path: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = str(error).strip().splitlines()[0].rstrip(" :") if str(error).strip() else type(error).__name__
         raise PoSEError(f"{path} has no tokenizer that loads; save it beside the model ({said})") from error
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    from pose_plugin.serving import RECORD
-
-    return _json(folder / RECORD) if (folder / RECORD).is_file() else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PoSEError(f"{path} is not valid JSON: {error}") from error

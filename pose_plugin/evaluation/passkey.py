@@ -32,6 +32,7 @@ from pose_plugin.evaluation.passkey_text import (
     plain_tokenizer,
     random_key,
 )
+from pose_plugin.evaluation.retrieval import OfTrials, end_tokens
 
 __all__ = [
     "Accuracy",
@@ -84,7 +85,7 @@ class PasskeyTrial:
 
 
 @dataclass(frozen=True)
-class PasskeyResult:
+class PasskeyResult(OfTrials):
     """All trials of one model; every figure is worked out from them.
 
     Attributes:
@@ -98,10 +99,6 @@ class PasskeyResult:
     depths: tuple[float, ...] | None
     seed: int
     example: str
-
-    @property
-    def lengths(self) -> list[int]:
-        return sorted({trial.length for trial in self.trials})
 
     @property
     def by_length(self) -> dict[int, Accuracy]:
@@ -257,9 +254,7 @@ class _Reader:
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self.tokenizer = tokenizer
-        config = getattr(model, "generation_config", None)
-        ends = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-        self.ends = {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
+        self.ends = end_tokens(tokenizer, model)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.most_digits = max((_digits(t) for t in tokenizer.get_vocab() if t not in special), default=0)
 

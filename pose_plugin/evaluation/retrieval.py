@@ -53,8 +53,19 @@ class RetrievalTrial:
     score: float
 
 
+class OfTrials:
+    """What every result that is worked out from trials has."""
+
+    trials: tuple[Any, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """In tokens, the shortest first."""
+        return sorted({trial.length for trial in self.trials})
+
+
 @dataclass(frozen=True)
-class RetrievalResult:
+class RetrievalResult(OfTrials):
     """All trials of one measure and one model; every figure is worked out from them.
 
     Attributes:
@@ -76,10 +87,6 @@ class RetrievalResult:
     @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(trial.kind for trial in self.trials))
-
-    @property
-    def lengths(self) -> list[int]:
-        return sorted({trial.length for trial in self.trials})
 
     def by_length(self, kind: str) -> dict[int, float]:
         """Mean score by prompt length in tokens."""

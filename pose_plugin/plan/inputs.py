@@ -12,6 +12,7 @@ from typing import Any
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
 from pose_plugin.plan.memory import Run
+from pose_plugin.serving.base import read_json
 
 _OPTIMIZERS = {
     "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_4bit"),
@@ -174,13 +175,7 @@ def base_config(place: str, name: str | None = None) -> dict[str, Any]:
                 "--base FOLDER; the weights are not needed"
             )
         file = cached
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PoSEError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise PoSEError(f"{file} does not hold a config")
-    return found
+    return read_json(file)
 
 
 def _cached(name: str) -> Path | None:

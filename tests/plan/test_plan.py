@@ -315,3 +315,10 @@ def test_adapters_that_are_reckoned_as_others_say_so(base):
         )
     ]
     assert ["reckoned as LoRA" in said[0], "load_in_4bit" in said[1], "all linear maps" in said[2]] == [True] * 3
+
+
+@pytest.mark.parametrize("content, text", [("[]", r"config\.json holds a list"), ("{", r"config\.json is not valid")])
+def test_a_config_that_is_none(tmp_path, content, text):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(PoSEError, match=text):
+        from_values({"base_model": str(tmp_path), "sequence_len": 9})
