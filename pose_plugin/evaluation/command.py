@@ -84,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
         from pose_plugin.evaluation.figures import require_matplotlib
 
         require_matplotlib()
+    if args.quiet:
+        from transformers.utils import logging
+
+        # That of loading weights.
+        logging.disable_progress_bar()
     sources = _sources(args)
     _settle(plan, args, sources)
 

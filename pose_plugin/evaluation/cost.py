@@ -67,8 +67,10 @@ def estimates(
     """
     if not works:
         return []
-    device, tokens = device_of(model), min(PROBE, max(work.length for work in works))
-    ids = (torch.arange(tokens, device=device) % innermost(model).config.get_text_config().vocab_size)[None]
+    config, device = innermost(model).config.get_text_config(), device_of(model)
+    # Not beyond a table of positions: what cannot be read is found when it is measured, length by length.
+    tokens = min(PROBE, max(work.length for work in works), getattr(config, "max_position_embeddings", None) or PROBE)
+    ids = (torch.arange(tokens, device=device) % config.vocab_size)[None]
     with evaluating(model):
         last_logits(model, ids, 1)
         _settle(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,11 +57,24 @@ class Finished:
         """Keeps a result; it is on disk when this returns."""
         self._found[key(what)] = result
         readable = {name: what.get(name) for name in ("name", "task", "length")}
-        with writing(self.file.parent), self.file.open("a", encoding="utf-8") as file:
+        line = json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False).encode() + b"\n"
+        # In one write, so that the lines of two runs into one folder do not run into each other.
+        with writing(self.file.parent), self.file.open("ab+", buffering=0) as file:
             # A torn last line must not swallow this one.
-            if file.tell() and not self.file.read_bytes().endswith(b"\n"):
-                file.write("\n")
-            file.write(json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False) + "\n")
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[file.write(line) :]
+
+
+def write_whole(file: Path, text: str) -> None:
+    """The file is the old one or the new one, also where the disk is full, the run is killed, or another run writes."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -26,12 +26,13 @@ TOKENS, MOVED = 640, 256
 
 @dataclass(frozen=True)
 class Gap:
-    """One gap: mean loss in nats over `count` tokens; the farthest position is length - 1."""
+    """One gap: mean loss in nats over `count` tokens; the farthest position is length - 1. `losses` are by piece."""
 
     length: int
     gap: int
     loss: float
     count: int
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class GapResult:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GapResult:
         """The opposite of `to_dict`."""
-        rows = {int(n): Gap(**row) for n, row in data["by_length"].items()}
+        rows = {int(n): Gap(**row | {"losses": tuple(row.get("losses", ()))}) for n, row in data["by_length"].items()}
         return cls(rows, data["tokens"], data["moved"], data["windows"])
 
 
@@ -123,9 +124,10 @@ def gap_probe(
                 given = {"position_ids": places.expand(len(rows), -1), "attention_mask": torch.ones_like(ids)}
                 return token_loss(ids, None, **given)[:, -moved:].double()
 
-            total, count = 0.0, 0
+            means: list[float] = []
             for losses in in_batches(pieces, batch, run):
-                total, count = total + float(losses.sum()), count + losses.numel()
+                means += losses.mean(1).tolist()
                 bar.update(len(losses))
-            results[length] = Gap(length, length - tokens, total / count, count)
+            loss = sum(means) / len(means)
+            results[length] = Gap(length, length - tokens, loss, moved * len(means), tuple(means))
     return GapResult(results, tokens, moved, len(pieces))

@@ -139,10 +139,12 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
             model = _peft().PeftModel.from_pretrained(model, source.path)
         model.to(where)
         return model.eval()
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        if isinstance(error, PoSEError):
-            raise
-        raise PoSEError(f"{source.path} could not be loaded on {where}: {error}") from error
+    except PoSEError:
+        raise
+    except Exception as error:
+        # Of any type: a file that is cut off is a SafetensorError, a library's own.
+        said = str(error).strip() or type(error).__name__
+        raise PoSEError(f"{source.path} could not be loaded on {where}: {said}; save or copy it again") from error
 
 
 def place(device: str | None) -> Any:

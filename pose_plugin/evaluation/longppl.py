@@ -54,13 +54,17 @@ class KeyTokens:
 
 @dataclass(frozen=True)
 class LongPPL:
-    """One length: mean losses in nats over the key tokens and over all tokens beyond the short context."""
+    """One length: mean losses in nats over the key tokens and over all tokens beyond the short context.
+
+    `losses` are means over the key tokens of each text that has some.
+    """
 
     length: int
     loss: float
     tokens: int
     plain_loss: float
     plain_tokens: int
+    losses: tuple[float, ...] = ()
 
     @property
     def longppl(self) -> float:
@@ -101,7 +105,7 @@ class LongPPLResult:
     def from_dict(cls, data: dict[str, Any]) -> LongPPLResult:
         """The opposite of `to_dict`."""
         rows = {
-            int(n): LongPPL(*(w[k] for k in ("length", "loss", "tokens", "plain_loss", "plain_tokens")))
+            int(n): LongPPL(**{k: v for k, v in w.items() if k != "longppl"} | {"losses": tuple(w.get("losses", ()))})
             for n, w in data["by_length"].items()
         }
         return cls(rows, *(data[name] for name in ("evaluator", "short", "alpha", "beta", "texts")))
@@ -197,6 +201,7 @@ def longppl(
         )
     device, fit = device_of(model), _fit(model, keys.length, batch_size)
     total = plain = 0.0
+    means: list[float] = []
     beyond = keys.short + len(begin)
 
     def run(batch: Sequence[list[int]]) -> torch.Tensor:
@@ -207,11 +212,13 @@ def longppl(
         rows = (row for batch in in_batches(windows, fit.batch, run) for row in batch)
         for row, positions in zip(rows, keys.positions, strict=True):
             # row[i] is the loss of the token at position i + 1.
-            total += float(row[torch.tensor(positions, dtype=torch.long) - 1].sum())
+            key = row[torch.tensor(positions, dtype=torch.long) - 1]
+            total += float(key.sum())
+            means += [float(key.mean())] if positions else []
             plain += float(row[beyond - 1 :].sum())
             bar.update()
     count = len(windows) * (keys.length - beyond)
-    window = LongPPL(keys.length, total / keys.count, keys.count, plain / count, count)
+    window = LongPPL(keys.length, total / keys.count, keys.count, plain / count, count, tuple(means))
     return LongPPLResult({keys.length: window}, keys.evaluator, keys.short, keys.alpha, keys.beta, len(windows))
 
 

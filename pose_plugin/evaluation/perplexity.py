@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class WindowPerplexity:
-    """One window size: `loss` is the mean over `tokens` scored tokens, in nats."""
+    """One window size: `loss` is the mean over `tokens` scored tokens, in nats; `losses` are those of each window."""
 
     length: int
     stride: int
@@ -53,6 +53,7 @@ class WindowPerplexity:
     tokens: int
     loss: float
     buckets: tuple[Bucket, ...]
+    losses: tuple[float, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -112,9 +113,8 @@ class PerplexityResult:
         rows = {}
         for n, row in data["by_length"].items():
             buckets = tuple(Bucket(**bucket) for bucket in row["buckets"])
-            rows[int(n)] = WindowPerplexity(
-                **{k: v for k, v in row.items() if k != "perplexity"} | {"buckets": buckets}
-            )
+            lists = {"buckets": buckets, "losses": tuple(row.get("losses", ()))}
+            rows[int(n)] = WindowPerplexity(**{k: v for k, v in row.items() if k != "perplexity"} | lists)
         return cls(rows, *(data[k] for k in ("bos", "texts", "left_out", "max_windows", "max_tokens")))
 
     @classmethod
@@ -233,6 +233,7 @@ class _Tally:
     def __init__(self, length: int, buckets: int) -> None:
         self.length = length
         self.total, self.tokens = 0.0, 0
+        self.losses: list[float] = []
         edges = [(length * k // buckets, length * (k + 1) // buckets) for k in range(buckets)]
         # Position 0 has nothing before it, so a bucket of its own would be empty.
         self.edges = [(start, end) for start, end in edges if max(start, 1) < end]
@@ -245,6 +246,7 @@ class _Tally:
             scored = row[max(window.unscored, 1) - 1 :]
             self.total += float(scored.sum())
             self.tokens += len(scored)
+            self.losses.append(float(scored.mean()))
         for i, (start, end) in enumerate(self.edges):
             part = losses[:, max(start, 1) - 1 : end - 1]
             self.sums[i] += float(part.sum())
@@ -255,7 +257,8 @@ class _Tally:
             Bucket(start, end, total / count, count)
             for (start, end), total, count in zip(self.edges, self.sums, self.counts, strict=True)
         )
-        return WindowPerplexity(self.length, stride, windows, self.tokens, self.total / self.tokens, buckets)
+        mean, losses = self.total / self.tokens, tuple(self.losses)
+        return WindowPerplexity(self.length, stride, windows, self.tokens, mean, buckets, losses)
 
 
 def _windows(documents: Sequence[list[int]], begin: list[int], length: int, stride: int) -> list[_Window]:

@@ -13,7 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.evaluation.best import best_by_measure, overall
+from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, sentence
+from pose_plugin.evaluation.finished import write_whole
 from pose_plugin.evaluation.gap import GapResult
 from pose_plugin.evaluation.harness import HarnessResult
 from pose_plugin.evaluation.longppl import LongPPLResult
@@ -23,6 +24,10 @@ from pose_plugin.evaluation.retrieval import RetrievalResult
 
 SHORT_LOSS = 5
 """Per cent of perplexity at the short window that a model may lose before the guard says so."""
+ALIKE = (
+    f"Best by measure: = is equal, ≈ not told apart from the best (on the same prompts or windows the mean difference "
+    f"is below {ERRORS} of its standard errors, or there are fewer than {FEWEST})."
+)
 Table = tuple[list[str], list[list[str]]]
 """Header and rows, the first column a name."""
 
@@ -40,6 +45,7 @@ class ModelResult:
         needle, topics, longppl, gap: the results of these measures.
         short: perplexity at the window that the base was made with, the guard against lost short skill.
         harness: tasks of lm-eval.
+        tokens: what tells the tokens of its texts from those of other tokenizers, whose losses are of other tokens.
     """
 
     name: str
@@ -53,6 +59,7 @@ class ModelResult:
     gap: GapResult | None = None
     short: PerplexityResult | None = None
     harness: HarnessResult | None = None
+    tokens: str = ""
 
     def results(self) -> dict[str, Any]:
         """What was measured, by name."""
@@ -118,8 +125,8 @@ class Report:
         found_best = best_by_measure(self)
         if found_best:
             rows = [
-                [b.measure, " = ".join(b.names), *(f"{b.values[m.name]:.3g}" if m.name in b.values else "-"
-                 for m in self.models)]
+                [b.measure, " ≈ ".join([" = ".join(b.names), *b.close]),
+                 *(f"{b.values[m.name]:.3g}" if m.name in b.values else "-" for m in self.models)]
                 for b in found_best
             ]  # fmt: skip
             tables["Best by measure"] = (["measure", "best", *(m.name for m in self.models)], rows)
@@ -129,35 +136,33 @@ class Report:
         measured = [(m.name, m.short) for m in self.models if m.short]
         if not measured:
             return {}
-        rows, first = [], None
+        tokens = {m.name: m.tokens for m in self.models}
+        leader, (first,) = measured[0][0], measured[0][1].by_length.values()
+        rows = []
         for name, result in measured:
             (window,) = result.by_length.values()
-            first = first or window.perplexity
-            change = 100 * (window.perplexity / first - 1) if math.isfinite(window.perplexity) else math.inf
-            verdict = (
-                "-"
-                if name == measured[0][0]
-                else f"worse by more than {SHORT_LOSS} %"
-                if change > SHORT_LOSS
-                else "kept"
-            )
-            rows.append([name, _perplexity(result, window.length), f"{change:+.1f} %", verdict])
+            change = 100 * (window.perplexity / first.perplexity - 1)
+            if name == leader or not math.isfinite(first.perplexity):
+                verdict = "-"
+            elif tokens[name] != tokens[leader]:
+                verdict = "other tokens"
+            elif not math.isfinite(window.perplexity):
+                verdict = "lost"
+            else:
+                verdict = f"worse by more than {SHORT_LOSS} %" if change > SHORT_LOSS else "kept"
+            shown = f"{change:+.1f} %" if math.isfinite(change) else "-"
+            rows.append([name, _perplexity(result, window.length), shown, verdict])
         length = next(iter(measured[0][1].by_length))
         return {
             f"Short-context guard: perplexity at {length}": (
-                ["model", str(length), f"against {measured[0][0]}", "skill"],
+                ["model", str(length), f"against {leader}", "skill"],
                 rows,
             )
         }
 
     def best(self) -> str | None:
         """A sentence that names the best model, None where there is nothing to compare."""
-        ranks = overall(best_by_measure(self))
-        if not ranks:
-            return None
-        leaders = [name for name, rank in ranks if rank == ranks[0][1]]
-        listed = ", ".join(f"{name} {rank:.2f}" for name, rank in ranks)
-        return f"Best over all measures: {' = '.join(leaders)} (mean rank: {listed}; 1 is best in every measure)."
+        return sentence(best_by_measure(self))
 
     def definitions(self) -> list[str]:
         """What was measured, each sentence once."""
@@ -253,19 +258,19 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         files = {"results.json": self.to_json(), "report.md": self.markdown(), **self.csv_files()}
         for name, content in files.items():
-            (folder / name).write_text(content, encoding="utf-8", newline="")
+            write_whole(folder / name, content)
         written = [folder / name for name in files]
         if figures:
             from pose_plugin.evaluation.figures import draw
 
             written += draw(self, folder)
         page = folder / "report.html"
-        page.write_text(html_page(self, [path for path in written if path.suffix == ".png"]), encoding="utf-8")
+        write_whole(page, html_page(self, [path for path in written if path.suffix == ".png"]))
         return [*written, page]
 
     def _named(self) -> list[str]:
         named = self.best()
-        return [named] if named else []
+        return [ALIKE, named] if named else []
 
     def _windows(self) -> list[str]:
         known = {"Trained window": self.train_length, "target window": self.target_length}

@@ -18,6 +18,7 @@ from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
 from pose_plugin.evaluation.memory import TooLittleMemory, fitting, require_room
 from pose_plugin.evaluation.report import ModelResult
 from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
+from pose_plugin.log import log
 
 
 class Session:
@@ -42,6 +43,7 @@ class Session:
         self.dtype, self.device = dtype, device
         self.finished = Finished(output, fresh)
         self._asked = False
+        self._first, self._tokens = "", dict[str, str]()
         self.left_out: list[tuple[str, str, int, str]] = []
 
     def check(self, sources: Sequence[Source], evaluator: Source | None) -> None:
@@ -54,6 +56,8 @@ class Session:
             require_room(source.config, min(self.plan.lengths), place(self.device))
             for name in self.tasks:
                 TASKS[name].check(source, self.plan)
+        self._first = sources[0].name
+        self._tokens = {source.name: self.plan.tokens(source) for source in sources}
         if evaluator is None:
             return
         self.plan.evaluator = evaluator.name
@@ -91,12 +95,20 @@ class Session:
     def results(self, source: Source) -> Iterator[ModelResult]:
         """The model's row, again after each task, and fuller each time."""
         missing = self._missing(source)
-        row = ModelResult(source.name, facts=source.facts)
+        row = ModelResult(source.name, facts=source.facts, tokens=self._tokens[source.name])
         if not missing:
             print("  all of it is there already", flush=True)
-        model = load(source, self.dtype, self.device) if missing else None
-        if model is not None:
-            print(self._forecast(model, source, missing), flush=True)
+        model = None
+        if missing:
+            try:
+                model = load(source, self.dtype, self.device)
+                print(self._forecast(model, source, missing), flush=True)
+            except PoSEError as error:
+                if len(self._tokens) == 1:
+                    raise
+                # The other models are worth their own results.
+                self._leave_out(source.name, ", ".join(dict.fromkeys(name for name, _ in missing)), 0, error)
+                model = None
         for name in self.tasks:
             task, parts = TASKS[name], []
             for n in self._pieces(name):
@@ -104,14 +116,17 @@ class Session:
                 if kept is not None:
                     parts.append(task.result.from_dict(kept))
                     continue
+                if model is None:
+                    continue
                 try:
                     if n:
                         # Before a million prompts are made that no memory could read.
                         fitting(model, device_of(model), n, 1)
                     part = task.run(model, source, self.plan, n)
-                except PoSEError as error:
-                    # Too little memory, no key token, a task of lm-eval whose data is not here: the rest goes on.
-                    self._leave_out(source.name, name, n, error)
+                except Exception as error:
+                    # Too little memory, no key token, a task of lm-eval whose data is not here, positions that end
+                    # before n: the rest goes on.
+                    self._leave_out(source.name, name, n, _foreseen(error, source, n))
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()
                     if isinstance(error, TooLittleMemory):
@@ -128,12 +143,18 @@ class Session:
             torch.cuda.empty_cache()
 
     def notes(self, source: Source) -> list[str]:
-        """What did not fit, for the report."""
-        return [
+        """What did not fit and what cannot be compared, for the report."""
+        notes = [
             f"{task}{f' at {n}' if n else ''} was left out: {why}"
             for who, task, n, why in self.left_out
             if who == source.name
         ]
+        if self._tokens[source.name] != self._tokens[self._first]:
+            notes.append(
+                f"its tokenizer makes other tokens of the texts than that of {self._first}, so its losses by token "
+                "cannot be compared and do not count for the best; give it its own --output to compare it with its kind"
+            )
+        return notes
 
     def _leave_out(self, who: str, task: str, n: int, error: PoSEError) -> None:
         print(f"  {task}{f' at {n}' if n else ''} is left out: {error}", flush=True)
@@ -175,9 +196,9 @@ class Session:
         works = [TASKS[name].work(source, self.plan, n) for name, n in missing]
         try:
             found = estimates(model, [work for work in works if work.sequences], self.plan.batch_size)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if isinstance(error, PoSEError):
-                raise
+        except PoSEError:
+            raise
+        except Exception as error:
             said = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PoSEError(
                 f"{source.path} was loaded, but cannot run on {device_of(model)}: {said}. Name another --device or "
@@ -187,3 +208,13 @@ class Session:
         lines = [f"  {estimate.line()}" for estimate in found]
         lines += [f"  {work.task:<11} by lm-eval, not estimated" for work in works if not work.sequences]
         return "\n".join([*lines, f"  together about {duration(sum(seconds))}"])
+
+
+def _foreseen(error: Exception, source: Source, n: int) -> PoSEError:
+    """The error itself, or what a model's own code has raised, in a sentence; its traceback goes to the log."""
+    if isinstance(error, PoSEError):
+        return error
+    log.warning("%s failed at %d tokens", source.name, n, exc_info=error)
+    beyond = source.maximum is not None and n > source.maximum
+    hint = f"; its positions may end at max_position_embeddings={source.maximum}" if beyond else ""
+    return PoSEError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{hint}")

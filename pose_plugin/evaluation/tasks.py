@@ -64,6 +64,10 @@ class Plan:
         """Token ids of the texts that fill the largest of the lengths, the same texts at every length."""
         return tokenised(source.tokenizer, self.texts, lengths, self.max_tokens)[0]
 
+    def tokens(self, source: Source) -> str:
+        """The same for tokenizers that make the same tokens of the texts; "" without texts."""
+        return digest(str(tokenised(source.tokenizer, self.texts, [3])[:2])) if self.texts else ""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -19,7 +19,8 @@ def read_text(path: str, where: str = "") -> str:
     """
     named = f"{where}: {path}" if where else path
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # Without the mark that some editors put before a text: it would be a token.
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PoSEError(f"{named} could not be read as a UTF-8 text file: {error}") from error
     if not text.strip():

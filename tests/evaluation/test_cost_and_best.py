@@ -63,6 +63,62 @@ def test_the_best_by_measure_and_over_all():
     assert "Best by measure" in report.text() and report.best() in report.markdown()
 
 
+@pytest.mark.parametrize(
+    ("differences", "apart"),
+    [
+        ([1, 1, 0, 0, 0], False),  # mean 0.4, standard error 0.245
+        ([1, 1, 1, 0, 0], True),  # mean 0.6, standard error 0.245
+        ([-1, -1, -1, 0, 0], True),
+        ([1, 1, 1, 1], False),  # too few
+        ([1, 1, 1, 1, 1], True),
+        ([1, -1, 1, -1, 0], False),
+        ([], False),
+    ],
+)
+def test_two_models_are_told_apart_prompt_by_prompt(differences, apart):
+    """Whatever else a prompt is worth takes no part."""
+    base = [3.0, -2.0, 0.5, 9.0, 1.0][: len(differences)]
+    samples = {"a": tuple(b + d for b, d in zip(base, differences, strict=True)), "b": tuple(base)}
+    best = Best("x", {"a": 2.0, "b": 1.0}, True, samples)
+    assert (best.apart("a", "b"), best.apart("b", "a")) == (apart, apart)
+    assert (best.names, best.close) == (["a"], [] if apart else ["b"])
+
+
+def test_unequal_samples_tell_nothing():
+    assert not Best("x", {"a": 2.0, "b": 1.0}, True, {"a": (1.0,) * 9, "b": (0.0,) * 8}).apart("a", "b")
+    assert Best("x", {"a": 2.0, "b": 1.0}, False).close == ["a"]
+
+
+def test_the_report_says_what_is_not_told_apart():
+    """9 and 8 of ten keys are no difference, 9 and none are one."""
+    models = [ModelResult(n, keys({256: right})) for n, right in (("late", 8), ("early", 9), ("base", 0))]
+    report = Report(models)
+    (title,) = (title for title in report.tables() if title.startswith("Best"))
+    assert report.tables()[title][1] == [["passkey, mean over lengths", "early ≈ late", "0.8", "0.9", "0"]]
+    assert "≈ not told apart: less than 2 standard errors of the mean difference" in title and "than 5 of" in title
+    assert report.best() == (
+        "Best over all measures: early (mean rank: early 1.00, late 2.00, base 3.00; 1 is best in every measure). "
+        "No measure tells late apart from early: more trials or longer texts would."
+    )
+    # Another measure that does.
+    losses = {"late": 3.0, "early": 2.0, "base": 2.5}
+    for m in models:
+        pieces = tuple(losses[m.name] + 0.1 * i for i in range(5))
+        m.gap = GapResult({640: Gap(640, 0, losses[m.name], 1, pieces)}, 640, 256, 5)
+    assert report.tables()[title][1][1][1] == "early" and "No measure" not in report.best()
+
+
+def test_losses_of_other_tokens_are_not_compared():
+    models = [
+        ModelResult("a", keys({256: 1}), gap=gap(4.0), tokens="x"),
+        ModelResult("b", keys({256: 9}), gap=gap(1.0), tokens="y"),
+        ModelResult("c", keys({256: 2}), gap=gap(3.0), tokens="x"),
+    ]
+    passkey, probe = best_by_measure(Report(models))
+    assert passkey.names == ["b"] and probe.names == ["c"] and set(probe.values) == {"a", "c"}
+    assert [one.measure for one in best_by_measure(Report(models[:2]))] == ["passkey, mean over lengths"]
+
+
 def test_ties_and_models_alone():
     assert Best("x", {"a": 1.0, "b": 1.0}, True).names == ["a", "b"]
     assert Report([ModelResult("a", keys({128: 5}))]).best() is None

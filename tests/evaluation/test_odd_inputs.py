@@ -1,0 +1,178 @@
+"""`pose-plugin evaluate` as someone uses it who has a broken model, a full disk, or two terminals."""
+
+import json
+import math
+import resource
+import shutil
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pose_plugin import cli
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation.finished import FILE, Finished, write_whole
+from tests.forked import forked
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+@pytest.fixture
+def save(tmp_path, tokenizers_by_name):
+    def made(name, model, tokenizer="single digits"):
+        model.save_pretrained(tmp_path / name)
+        tokenizers_by_name[tokenizer].save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    (tmp_path / "text.txt").write_text("\ufeff" + TEXT, encoding="utf-8")
+    return made
+
+
+def run(*arguments):
+    return cli.main(["evaluate", *map(str, arguments), "--quiet", "--no-figures"])
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))["models"]
+
+
+def test_one_broken_model_of_several_is_left_out(tmp_path, save, make_llama, capsys):
+    base, last = save("base", make_llama()), save("last", make_llama(seed=1))
+    broken = shutil.copytree(base, tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:20000])
+    arguments = ["--lengths", "200", "--trials", 1, "--output", tmp_path / "out"]
+    assert run(base, broken, last, *arguments) == 1
+    rows = results(tmp_path / "out")
+    assert ["passkey" in row for row in rows] == [True, False, True]
+    assert (
+        "passkey was left out: " in rows[1]["notes"][0] and "broken could not be loaded on cpu" in rows[1]["notes"][0]
+    )
+    assert run(broken, *arguments) == 2
+    assert "save or copy it again" in capsys.readouterr().err
+
+
+def test_positions_that_end_take_only_longer_lengths_along(tmp_path, save, capsys):
+    torch.manual_seed(0)
+    sizes = {"n_positions": 256, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": 0, "bos_token_id": 0}
+    model = save("gpt2", GPT2LMHeadModel(GPT2Config(vocab_size=400, **sizes)))
+    assert run(model, "--lengths", "200,300", "--trials", 1, "--output", tmp_path / "out") == 1
+    (row,) = results(tmp_path / "out")
+    assert list(row["passkey"]["by_length"]) == ["200"]
+    assert "passkey at 300 was left out: IndexError" in row["notes"][-1]
+    assert row["notes"][-1].endswith("its positions may end at max_position_embeddings=256")
+
+
+def test_a_model_that_counts_nothing_but_nan_is_not_the_best(tmp_path, save, make_llama, capsys):
+    model = make_llama()
+    model.model.layers[0].mlp.up_proj.weight.data.fill_(math.nan)
+    models = save("nan", model), save("base", make_llama())
+    arguments = ["--lengths", "200", "--texts", tmp_path / "text.txt", "--max-windows", 8, "--tasks", "gap,short"]
+    assert run(*models, *arguments, "--output", tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    assert "Best over all measures: base (" in text and "gap loss at 200  base  inf" in " ".join(text.split(" "))
+    assert run(*models[::-1], *arguments, "--output", tmp_path / "out") == 0
+    guard = capsys.readouterr().out.split("Short-context guard")[1].split("\n\n")[0]
+    assert guard.splitlines()[-1].split()[-2:] == ["-", "lost"]
+
+
+def test_losses_of_other_tokenizers_are_not_compared(tmp_path, save, make_llama, capsys):
+    models = save("a", make_llama()), save("other", make_llama(1600), "joined digits"), save("b", make_llama(seed=1))
+    arguments = [
+        "--lengths",
+        "200",
+        "--texts",
+        tmp_path / "text.txt",
+        "--max-windows",
+        2,
+        "--tasks",
+        "perplexity,short",
+    ]
+    assert run(*models, *arguments, "--output", tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    rows = results(tmp_path / "out")
+    assert ["other tokens of the texts than that of a" in " ".join(row["notes"]) for row in rows] == [
+        False,
+        True,
+        False,
+    ]
+    best = next(line for line in text.splitlines() if line.startswith("perplexity at 200")).split()
+    assert best[-2] == "-" and best[-1] != "-" and "other" not in best
+    assert next(line for line in text.splitlines() if line.startswith("other")).split()[-1] != "tokens"
+    assert "other tokens\n" in text
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path, save, make_llama):
+    model = save("base", make_llama())
+    (tmp_path / "plain.txt").write_text(TEXT)
+    losses = []
+    for text in ("text.txt", "plain.txt"):
+        arguments = ["--lengths", "200", "--tasks", "perplexity", "--max-windows", 1, "--output", tmp_path / text[:4]]
+        assert run(model, "--texts", tmp_path / text, *arguments) == 0
+        losses.append(results(tmp_path / text[:4])[0]["perplexity"])
+    assert losses[0] == losses[1]
+
+
+def test_paths_of_any_letters(tmp_path, save, make_llama):
+    model = save("ümläut ☃", make_llama())
+    assert run(model, "--lengths", "200", "--trials", 1, "--output", tmp_path / "öut ☃") == 0
+    assert results(tmp_path / "öut ☃")[0]["name"] == "ümläut ☃"
+
+
+# --- what is finished is never lost ---------------------------------------------------------------------------------
+
+
+def until_full(folder):
+    """Files may not grow above 3000 bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    kept = Finished(folder)
+    for n in range(9):
+        try:
+            kept.put("x" * 700, task="t", length=n)
+        except PoSEError as error:
+            return n, str(error)
+    return None
+
+
+def test_a_full_disk_loses_only_what_was_being_written(tmp_path):
+    number, message = forked(until_full, tmp_path).value
+    assert number == 3 and f"--output {tmp_path} cannot be used (" in message and "What is finished is kept" in message
+    found = Finished(tmp_path)
+    assert [found.get(task="t", length=n) == "x" * 700 for n in range(5)] == [True, True, True, False, False]
+    # Once there is room, the torn line swallows nothing.
+    found.put("next", task="t", length=3)
+    again = Finished(tmp_path)
+    assert again.get(task="t", length=2) == "x" * 700 and again.get(task="t", length=3) == "next"
+
+
+def write_many(folder, who):
+    kept = Finished(folder)
+    for n in range(40):
+        kept.put(who * 30_000, task=who, length=n)
+
+
+def both(folder):
+    import multiprocessing
+
+    children = [multiprocessing.get_context("fork").Process(target=write_many, args=(folder, who)) for who in "ab"]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+
+
+def test_two_runs_into_one_folder_keep_the_lines_of_both(tmp_path):
+    forked(both, tmp_path)
+    found = Finished(tmp_path)
+    assert all(found.get(task=who, length=n) == who * 30_000 for who in "ab" for n in range(40))
+    assert len((tmp_path / FILE).read_text().splitlines()) == 80
+
+
+def test_a_report_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+    write_whole(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(file, "n" * 9000 + "\ud800")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    write_whole(file, "new\n")
+    assert file.read_bytes() == b"new\n"
