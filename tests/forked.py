@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+# Seconds. A case takes a few; only one that hangs meets the limit, however busy the machine is.
+LIMIT = 600.0
+# For the other ranks, once one has failed: they fail with it, or wait for ever.
+GRACE = 120.0
 
 
 class CaseError(AssertionError):
@@ -27,38 +33,47 @@ class Outcome:
     output: str
 
 
-def forked(case: Callable[..., Any], *args: Any, timeout: float = 300) -> Outcome:
+def forked(case: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Outcome:
     """Calls `case(*args)` in a child and returns its value, which must pickle.
 
     Raises:
         CaseError: it raised, died or ran past `timeout` seconds.
     """
-    return _Child(case, args, {}).outcome(timeout)
+    (found,) = _together([_Child(case, args, {})], timeout, GRACE)
+    if isinstance(found, CaseError):
+        raise found
+    return found
 
 
-def ranks(case: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 300, **environment: str) -> list[Any]:
+def ranks(
+    case: Callable[..., Any],
+    *args: Any,
+    world: int = 2,
+    timeout: float = LIMIT,
+    grace: float = GRACE,
+    **environment: str,
+) -> list[Any]:
     """Calls `case(*args)` in `world` children at once, each with the environment that torchrun would give it.
 
     Args:
+        timeout: seconds for all.
+        grace: seconds for the others, once one has failed.
         environment: more variables.
 
     Returns:
         For each rank its Outcome, or the CaseError: the failure of one rank may be what a test is about.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launched = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    launched |= {"MASTER_PORT": port, **environment}
-    children = [_Child(case, args, launched | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
-    end = time.monotonic() + timeout
-    found: list[Any] = []
-    for child in children:
-        try:
-            found.append(child.outcome(max(1.0, end - time.monotonic())))
-        except CaseError as error:
-            found.append(error)
-    return found
+    with _store() as port:
+        launched = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **environment,
+        }
+        children = [_Child(case, args, launched | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
+        return _together(children, timeout, grace)
 
 
 def good_ranks(*args: Any, **kwargs: Any) -> list[Outcome]:
@@ -74,12 +89,107 @@ def good_ranks(*args: Any, **kwargs: Any) -> list[Outcome]:
     return found
 
 
+class Once:
+    """Makes each thing once. What failed is not tried again: it fails again, with the same reason."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+        self._failed: dict[Any, Exception] = {}
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key in self._failed:
+            raise self._failed[key]
+        if key not in self._made:
+            try:
+                self._made[key] = make()
+            except Exception as error:
+                self._failed[key] = error
+                raise
+        return self._made[key]
+
+
+def made_once(path: Path, write: Callable[[Path], Any]) -> Path:
+    """`path`, a file or a folder, by `write(path)` if it is not there yet.
+
+    Ranks may come here at once: it appears whole, and the one that was made first stays.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as place:
+            made = Path(place) / path.name
+            write(made)
+            try:
+                if made.is_dir():
+                    made.rename(path)
+                else:
+                    os.link(made, path)
+            except OSError:
+                # Not empty, or there already: another rank was faster.
+                if not path.exists():
+                    raise
+    return path
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """The port of the store through which ranks find each other, in a process of its own as torchrun has it.
+
+    It binds its port itself. One that was looked up and given to rank 0 could be another's by the time that it listens,
+    and a store of rank 0 would be gone with it while others still use theirs.
+    """
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    stay, leave = context.Pipe(duplex=False)
+
+    def host() -> None:
+        from torch.distributed import TCPStore
+
+        leave.close()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        send.send(store.port)
+        try:
+            stay.recv()
+        except EOFError:
+            os._exit(0)
+
+    process = context.Process(target=host)
+    process.start()
+    send.close()
+    try:
+        yield receive.recv()
+    finally:
+        leave.close()
+        process.kill()
+        process.join()
+
+
+def _together(children: list[_Child], timeout: float, grace: float) -> list[Any]:
+    """Of each child its Outcome or CaseError. All are gone afterwards, also where this is interrupted."""
+    found: dict[_Child, Any] = {}
+    end, why = time.monotonic() + timeout, f"no answer within {timeout:.0f} s"
+    try:
+        while len(found) < len(children):
+            waiting = {child.receive: child for child in children if child not in found}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                found |= {child: child.killed(why) for child in waiting.values()}
+            for each in ready:
+                child = waiting[each]  # type: ignore[index]
+                found[child] = child.outcome()
+                if isinstance(found[child], CaseError) and time.monotonic() + grace < end:
+                    end, why = time.monotonic() + grace, f"no answer within {grace:.0f} s after another rank had failed"
+    finally:
+        for child in children:
+            child.end()
+    return [found[child] for child in children]
+
+
 class _Child:
     """A case that has been started."""
 
     def __init__(self, case: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:
         context = multiprocessing.get_context("fork")
-        self._receive, send = context.Pipe(duplex=False)
+        self.receive, send = context.Pipe(duplex=False)
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
 
@@ -104,17 +214,28 @@ class _Child:
         self._process.start()
         send.close()
 
-    def outcome(self, timeout: float) -> Outcome:
-        answered = self._receive.poll(timeout)
+    def outcome(self) -> Outcome | CaseError:
+        """To be called when there is something to receive."""
         try:
-            good, value = self._receive.recv() if answered else (False, f"no answer within {timeout:.0f} s")
+            good, value = self.receive.recv()
         except EOFError:
             good, value = False, "the child died"
-        if not answered:
-            self._process.kill()
         self._process.join()
-        output = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return Outcome(value, self._output()) if good else self._failed(value)
+
+    def killed(self, why: str) -> CaseError:
+        self._process.kill()
+        self._process.join()
+        return self._failed(why)
+
+    def end(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
         self._folder.cleanup()
-        if not good:
-            raise CaseError(f"{value}\n--- output ---\n{output[-6000:]}")
-        return Outcome(value, output)
+
+    def _failed(self, why: str) -> CaseError:
+        return CaseError(f"{why}\n--- output ---\n{self._output()[-6000:]}")
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""

@@ -35,7 +35,7 @@ def test_problems_of_all_ranks_and_who_saw_them():
     def case(rank):
         return all_problems([["everywhere", "first"], ["everywhere"], ["last", "everywhere"]][rank])
 
-    for outcome in good_ranks(joined, case, world=3, timeout=60):
+    for outcome in good_ranks(joined, case, world=3):
         assert outcome.value == ["everywhere", "first (only on rank 0 of 3)", "last (only on rank 2 of 3)"]
 
 
@@ -47,7 +47,7 @@ def test_a_failure_of_one_rank_stops_both(who):
                 raise RopeMismatchError("inv_freq is wrong")
         return "went on"
 
-    found = ranks(joined, case, timeout=60)
+    found = ranks(joined, case)
     assert all(isinstance(one, CaseError) for one in found)
     assert str(found[who]).startswith("RopeMismatchError: inv_freq is wrong")
     assert str(found[1 - who]).startswith(
@@ -61,7 +61,7 @@ def test_ranks_that_find_nothing_go_on_together():
             pass
         return rank
 
-    assert [outcome.value for outcome in good_ranks(joined, case, timeout=60)] == [0, 1]
+    assert [outcome.value for outcome in good_ranks(joined, case)] == [0, 1]
 
 
 def test_a_mistake_of_ours_is_no_poseerror_on_the_rank_that_made_it():
@@ -85,9 +85,9 @@ def test_an_optimizer_made_after_a_forward_trains_the_real_weights():
             model(torch.ones(1, 4))
         return [type(parameter).__name__ for parameter in model.parameters()]
 
-    assert {tuple(o.value) for o in good_ranks(joined, case, True, timeout=60)} == {("DTensor", "DTensor")}
+    assert {tuple(o.value) for o in good_ranks(joined, case, True)} == {("DTensor", "DTensor")}
     # Without it, the trap is there: if torch ever closes it, `beside_training` can do less.
-    assert {tuple(o.value) for o in good_ranks(joined, case, False, timeout=60)} == {("Parameter", "Parameter")}
+    assert {tuple(o.value) for o in good_ranks(joined, case, False)} == {("Parameter", "Parameter")}
 
 
 def test_what_deepspeed_noted_is_forgotten():

@@ -15,30 +15,30 @@ from typing import Any
 import numpy as np
 
 from tests.conftest import is_save_probe, make_llama, make_tokenizer
+from tests.forked import made_once
 
 # The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
 WORDS = [f"w{i}" for i in range(30, 100)]
 
 
 def make_base(folder: Path, **changes: Any) -> Path:
-    make_llama(**changes).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    def write(path: Path) -> None:
+        make_llama(**changes).save_pretrained(path)
+        make_tokenizer().save_pretrained(path)
+
+    return made_once(folder, write)
 
 
 def make_rows(path: Path, count: int = 24, low: int = 20, high: int = 60) -> Path:
     picker = random.Random(0)
     rows = [" ".join(picker.choices(WORDS, k=picker.randrange(low, high))) for _ in range(count)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return made_once(path, lambda file: file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows)))
 
 
 def base_yaml(folder: Path, **changes: Any) -> dict[str, Any]:
     """Trains the tiny model 64 → 512 for two steps. Keys of value None are left out."""
-    if not (folder / "base").exists():
-        make_base(folder / "base")
-    if not (folder / "rows.jsonl").exists():
-        make_rows(folder / "rows.jsonl")
+    make_base(folder / "base")
+    make_rows(folder / "rows.jsonl")
     values: dict[str, Any] = {
         "base_model": str(folder / "base"),
         "plugins": ["pose_plugin"],

@@ -283,8 +283,7 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
     on_cpu(case.strategy)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     # Rows of one length: Axolotl takes the mean of the ranks' losses, not of all tokens.
-    if not (folder / "rows.jsonl").exists():
-        axolotl_runs.make_rows(folder / "rows.jsonl", low=40, high=41)
+    axolotl_runs.make_rows(folder / "rows.jsonl", low=40, high=41)
     lora = {**axolotl_runs.LORA, "lora_dropout": 0.0, "lora_modules_to_save": whole_modules(case) or None}
     adapters = {
         "full": {},

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.forked import CaseError, forked, good_ranks, ranks
+from tests.forked import CaseError, Once, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
 from tests.test_docs import blocks, commands
@@ -41,24 +41,24 @@ def needs(case):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """case → (folder, what each rank saw); each run is made once."""
+    """case → (folder, what each rank saw); each run is made once, and one that failed is not tried again."""
     home = tmp_path_factory.mktemp("distributed")
     trl_runs.make_model(home)
     distributed.import_frameworks()
-    done = {}
+    runs = Once()
+
+    def make(case):
+        folder = home / str(case)
+        folder.mkdir()
+        (folder / "base").symlink_to(home / "base")
+        work = getattr(distributed, case.framework)
+        if case.strategy == "single":
+            return folder, [forked(work, folder, case)]
+        return folder, good_ranks(work, folder, case, **distributed.environment(case))
 
     def get(case):
         needs(case)
-        if case not in done:
-            folder = home / str(case)
-            folder.mkdir()
-            (folder / "base").symlink_to(home / "base")
-            work = getattr(distributed, case.framework)
-            if case.strategy == "single":
-                done[case] = folder, [forked(work, folder, case)]
-            else:
-                done[case] = folder, good_ranks(work, folder, case, **distributed.environment(case))
-        return done[case]
+        return runs.get(case, lambda: make(case))
 
     return get
 
@@ -169,7 +169,7 @@ def test_what_one_rank_finds_stops_all(run, tmp_path, strategy, fault):
     case = Case("trl", strategy, "full")
     needs(case)
     trl_runs.make_model(tmp_path)
-    found = ranks(faulty, tmp_path, case, fault, timeout=200, **distributed.environment(case))
+    found = ranks(faulty, tmp_path, case, fault, **distributed.environment(case))
     for rank, error in enumerate(found):
         assert isinstance(error, CaseError)
         for words in WAY_OUT[fault]:
@@ -187,7 +187,7 @@ def faulty(folder, case, fault):
 
 def test_what_one_rank_finds_stops_a_loop_of_ones_own(tmp_path):
     trl_runs.make_model(tmp_path)
-    for error in ranks(faulty_loop, tmp_path, timeout=200):
+    for error in ranks(faulty_loop, tmp_path):
         assert isinstance(error, CaseError)
         for words in WAY_OUT["mask"]:
             assert words in str(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import is_save_probe, make_llama, make_tokenizer
+from tests.forked import made_once
 
 TARGET, WINDOW, ROWS, EPOCHS = 512, 64, 8, 2
 STEPS = ROWS // 2
@@ -49,10 +50,11 @@ def make_model(folder: Path, extended: bool = True, attention: str = "sdpa", **s
 
     from pose_plugin import extend_context
 
-    base = folder / "base"
-    if not base.exists():
-        make_llama(**shape).save_pretrained(base)
-        make_tokenizer().save_pretrained(base)
+    def write(path: Path) -> None:
+        make_llama(**shape).save_pretrained(path)
+        make_tokenizer().save_pretrained(path)
+
+    base = made_once(folder / "base", write)
     config = AutoConfig.from_pretrained(base)
     if extended:
         config = extend_context(config, target_length=TARGET, rope="yarn")
