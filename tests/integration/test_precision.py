@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from pose_plugin.integrations.precision import keep_small_steps
+from pose_plugin.integrations.precision import (
+    LostSteps,
+    keep_small_steps,
+    keeps_remainders,
+    lost_share,
+    warning_of_lost_steps,
+)
 from tests.conftest import make_llama
 from tests.forked import forked
 
@@ -26,7 +32,14 @@ def adapted(dtype: Any = torch.bfloat16) -> Any:
 
 
 def trainer(model: Any, **changes: bool) -> Any:
-    return SimpleNamespace(model=model, **{"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **changes})
+    callbacks: list[Any] = []
+    return SimpleNamespace(
+        model=model,
+        args=SimpleNamespace(bf16=True),
+        callback_handler=SimpleNamespace(callbacks=callbacks),
+        add_callback=callbacks.append,
+        **{"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **changes},
+    )
 
 
 def moved(model: Any) -> set[str]:
@@ -88,6 +101,212 @@ def test_float32_is_left_alone():
     assert keep_small_steps(trainer(adapted(torch.float32))) == 0
 
 
+# -- all weights in bf16 ---------------------------------------------------------------------------------------------
+
+
+def adamw(weights: Any, lr: float = STEP, **group: Any) -> Any:
+    return torch.optim.AdamW([{"params": list(weights), **group}], lr=lr, weight_decay=0.0)
+
+
+def after_a_hundred_steps(make: Any) -> float:
+    """The mean of 8192 weights of 1 that a hundred steps of 0.0001 should bring to 0.99."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(8192, dtype=torch.bfloat16))
+    optimizer = make([weight])
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return weight.float().mean().item()
+
+
+def test_a_hundred_small_steps_are_lost_in_bf16():
+    assert after_a_hundred_steps(adamw) == 1
+
+
+@pytest.mark.parametrize("by_chance, mean", [(False, 1.0), (True, 0.99)])
+def test_rounding_by_chance_takes_them(by_chance, mean):
+    """The optimizer that the warning names; its compiled step, run eagerly, is the same arithmetic."""
+    optim = pytest.importorskip("torchao.optim")
+    with torch.compiler.set_stance("force_eager"):
+        made = after_a_hundred_steps(
+            lambda weights: optim.AdamW8bit(weights, lr=STEP, weight_decay=0.0, bf16_stochastic_round=by_chance)
+        )
+    # A weight is a sum of draws of 1/128 or 1/256; the mean of 8192 lies within 0.0005 of what is expected.
+    assert made == mean if mean == 1 else made == pytest.approx(mean, abs=5e-4)
+
+
+def test_the_share_that_a_step_leaves_where_it_is():
+    # bf16 has 8 bits: numbers below 1 are 1/256 apart, those below 1/512 are 2⁻¹⁷.
+    weight = torch.tensor([1.0, 0.75, 0.0019, 0.0, -0.75, -0.0019, 0.02, 0.03], dtype=torch.bfloat16)
+    assert lost_share(weight, 1e-5) == 5 / 8
+    assert lost_share(weight, 1e-3) == 3 / 8
+    assert lost_share(weight, 0.1) == 0
+    assert lost_share(weight.half(), 1e-5) == 3 / 8, "fp16 has 11 bits"
+    assert lost_share(weight[:0], 1e-5) == 0
+    many = torch.ones(3 * 4096 + 5, dtype=torch.bfloat16)
+    many[1::2] = 0
+    assert lost_share(many, 1e-5) == pytest.approx(0.5, abs=1e-3), "a sample of a large one"
+
+
+def said(model: Any, optimizer: Any = None, lr: float = STEP, **changes: bool) -> str | None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return warning_of_lost_steps(trainer(model, **changes), optimizer or adamw(trained, lr))
+
+
+def test_what_is_said_of_all_weights_in_bf16():
+    text = said(make_llama().to(torch.bfloat16))
+    assert text is not None
+    for piece in (
+        "the model was loaded in half precision (bf16=True): the trained weights are kept in bfloat16",
+        "learning_rate=0.0001 is rounded away in ",
+        # Two norms in each of two layers, and the last.
+        "in 5 tensors entirely (model.layers.0.input_layernorm.weight)",
+        "load it with dtype=torch.float32 and compute in bf16",
+        "optim_args='bf16_stochastic_round=True'",
+    ):
+        assert piece in text, text
+
+
+def test_nothing_is_said_where_nothing_is_lost():
+    assert said(make_llama()) is None, "float32"
+    assert said(make_llama().to(torch.bfloat16), lr=0.1) is None, "long steps"
+    assert said(adapted()) is not None, "before the whole modules are cast"
+    model = adapted()
+    keep_small_steps(trainer(model))
+    assert said(model) is None, "PEFT keeps LoRA in float32, and the whole modules are now"
+
+
+def test_a_warm_up_hides_no_step():
+    """A scheduler begins with a learning rate of nothing and keeps the peak beside it."""
+    model = make_llama().to(torch.bfloat16)
+    optimizer = adamw(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    assert optimizer.param_groups[0]["lr"] == 0 and said(model, optimizer) is None
+
+
+@pytest.mark.parametrize(
+    "group, keeps",
+    [
+        ({}, False),
+        ({"kahan_sum": None}, True),  # torch-optimi: by itself, for narrow weights
+        ({"kahan_sum": True}, True),
+        ({"kahan_sum": False}, False),
+        ({"use_kahan_summation": True}, True),
+        ({"use_kahan_summation": False}, False),
+        ({"master_bytewidth": 3}, True),  # FlashOptim
+        ({"master_bytewidth": 0}, False),
+    ],
+)
+def test_optimizers_that_keep_what_is_rounded_away(group, keeps):
+    model = make_llama().to(torch.bfloat16)
+    optimizer = adamw(model.parameters(), **group)
+    assert keeps_remainders(optimizer) is keeps and (said(model, optimizer) is None) is keeps
+    # As accelerate wraps it.
+    assert (said(model, SimpleNamespace(optimizer=optimizer)) is None) is keeps
+
+
+@pytest.mark.parametrize(
+    "changes, rank0, times", [({}, True, 1), ({}, False, 0), ({"is_deepspeed_enabled": True}, True, 0)]
+)
+def test_the_callback_is_added_once_and_speaks_once(caplog, changes, rank0, times):
+    model = make_llama().to(torch.bfloat16)
+    owner = trainer(model, **changes)
+    keep_small_steps(owner)
+    keep_small_steps(owner)
+    (callback,) = owner.callback_handler.callbacks
+    assert isinstance(callback, LostSteps)
+    state = SimpleNamespace(is_world_process_zero=rank0)
+    callback.on_train_begin(None, state, None, optimizer=adamw(model.parameters()))
+    assert caplog.text.count("rounded away") == times
+
+
+def test_beacons_have_a_way_out_of_their_own():
+    from peft import get_peft_model
+
+    from pose_plugin.beacon import BeaconConfig
+
+    for dtype, warned in ((None, True), ("float32", False)):
+        model = get_peft_model(make_llama().to(torch.bfloat16), BeaconConfig(interval=8, window=32, dtype=dtype))
+        text = said(model)
+        assert (text is not None) is warned
+        assert text is None or ("beacon.dtype=None: the trained weights" in text and "dtype: float32" in text)
+
+
+class AxolotlTrainer:
+    __module__ = "axolotl.core.trainers.base"
+
+
+@pytest.mark.parametrize(
+    "fsdp, way", [(False, "deepspeed: …/zero2.json, on one GPU too"), (True, "zero3.json in the place of FSDP")]
+)
+def test_ways_out_of_axolotl_are_keys_of_its_yaml(fsdp, way):
+    model = make_llama().to(torch.bfloat16)
+    owner: Any = AxolotlTrainer()
+    owner.__dict__.update(vars(trainer(model, is_fsdp_enabled=fsdp)))
+    text = warning_of_lost_steps(owner, adamw(model.parameters()))
+    assert text is not None and text.startswith("bf16=True: the trained weights") and way in text
+    assert "optimizer: adamw_torch_8bit with optim_args: {bf16_stochastic_round: true}" in text
+
+
+@pytest.mark.parametrize("dtype, times", [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_trl_with_a_model_in_bf16(tmp_path, dtype, times):
+    pytest.importorskip("trl.trainer.sft_trainer")  # once, for both children
+    outcome = forked(_by_trl, tmp_path, dtype)
+    assert outcome.output.count("is rounded away in") == times, outcome.output
+    assert outcome.value < 0.3 if times else outcome.value > 0.9
+
+
+def _by_trl(folder: Any, dtype: Any) -> float:
+    """The share of a projection's weights that moved in two steps of 0.00001, computed in bf16 both times."""
+    from tests.integration import trl_runs
+
+    owner = trl_runs.sft(folder, bf16=True, learning_rate=1e-5, max_steps=2, eval_strategy="no")
+    owner.model.to(dtype)
+    weight = owner.model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    owner.train()
+    return (weight != before).float().mean().item()
+
+
+BY_CHANCE = {"optimizer": "adamw_torch_8bit", "optim_args": {"bf16_stochastic_round": True}}
+
+
+@pytest.mark.axolotl
+def test_axolotl_trains_all_weights_in_bf16(tmp_path):
+    """The real Axolotl: two steps of 0.00001, which most projections do not take, and more of them by chance."""
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
+    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+
+    import_axolotl()
+    shares = {}
+    for name, changes in (("plain", {}), ("by chance", BY_CHANCE)):
+        values = base_yaml(tmp_path, bf16=True, fp16=None, learning_rate=1e-5, **changes)
+        outcome = forked(_all_in_bf16, values)
+        shares[name] = outcome.value
+        warned = outcome.output.count("learning_rate=1e-05 is rounded away in")
+        assert warned == (1 if name == "plain" else 0), outcome.output
+        if warned:
+            line = next(line for line in outcome.output.splitlines() if "rounded away in" in line)
+            assert "bf16=True" in line and "zero2.json" in line
+    assert shares["plain"] < 0.3 and shares["by chance"] > shares["plain"] + 0.1
+
+
+def _all_in_bf16(values: dict[str, Any]) -> float:
+    """The share of the projections' weights that moved."""
+    from tests.integration.axolotl_runs import train
+
+    torch.compiler.set_stance("force_eager")
+    before: dict[str, Any] = {}
+
+    def on_setup(model: Any, trainer: Any) -> None:
+        before.update({n: p.detach().clone() for n, p in model.named_parameters() if "_proj" in n})
+        assert {weight.dtype for weight in before.values()} == {torch.bfloat16}
+
+    model, _ = train({**values, "plugins": ["pose_plugin", _on_cpu()]}, on_setup)
+    now = dict(model.named_parameters())
+    return torch.cat([(now[n] != weight).flatten() for n, weight in before.items()]).float().mean().item()
+
+
 @pytest.mark.axolotl
 def test_axolotl_in_bf16(tmp_path):
     """The real Axolotl in bf16: every whole module moves, and what is saved reloads."""
@@ -102,27 +321,30 @@ def test_axolotl_in_bf16(tmp_path):
     assert config == 512
 
 
-def _in_bf16(values: dict[str, Any]) -> set[str]:
+def _on_cpu() -> str:
+    """The name of a plugin, without which Axolotl takes bf16 for a wish that a CPU cannot fulfil."""
     from axolotl.integrations.base import BasePlugin
 
-    from tests.integration.axolotl_runs import train
-
     class OnCPU(BasePlugin):
-        """Without it, Axolotl takes bf16 for a wish that a CPU cannot fulfil."""
-
         def get_training_args(self, cfg: Any) -> dict[str, Any]:
             return {"use_cpu": True}
 
     helper = ModuleType("on_cpu")
     helper.OnCPU = OnCPU  # type: ignore[attr-defined]
     sys.modules["on_cpu"] = helper
+    return "on_cpu.OnCPU"
+
+
+def _in_bf16(values: dict[str, Any]) -> set[str]:
+    from tests.integration.axolotl_runs import train
+
     before: dict[str, Any] = {}
 
     def on_setup(model: Any, trainer: Any) -> None:
         assert model.dtype == torch.bfloat16
         before.update({n: p.detach().clone() for n, p in model.named_parameters() if "modules_to_save" in n})
 
-    model, _ = train({**values, "plugins": ["pose_plugin", "on_cpu.OnCPU"]}, on_setup)
+    model, _ = train({**values, "plugins": ["pose_plugin", _on_cpu()]}, on_setup)
     found = {n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])}
     return {name.split(".")[-4] for name in found}
 
