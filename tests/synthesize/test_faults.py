@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pose_plugin.cli import main
+from tests.synthesize.proxy import REFUSALS, Proxy, faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server
 
@@ -13,6 +14,7 @@ PASSING = {
     "429 |slow down": ({"429: slow down": 1}, {}),
     "500 |oops": ({"500: oops": 1}, {}),
     "503 |busy": ({"503: busy": 1}, {}),
+    "hang up": ({"RemoteProtocolError: Server disconnected without": 1}, {}),
     "cut": ({"RemoteProtocolError: peer closed connection without sendin": 1}, {}),
     "broken body": ({"JSONDecodeError: Unterminated string starting at: line 1 col": 1}, {}),
     "html": ({"the answer is no chat completion but '<html>gateway</html>'; does --base-url": 1}, {}),
@@ -26,8 +28,8 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_one_fault_costs_nothing_but_time(one_book, tmp_path, fault):
-    with Server(faults={1: fault}) as server:
-        assert main(arguments(one_book, tmp_path, server.url, "--timeout", "1")) == 0
+    with Server() as server, Proxy(server.url, {1: fault}) as proxy:
+        assert main(arguments(one_book, tmp_path, proxy.url, "--timeout", "1")) == 0
         (row,) = lines(tmp_path / "train.jsonl")
         assert len(row["messages"]) == 20
         found = manifest(tmp_path)["requests"]
@@ -39,16 +41,18 @@ def test_one_fault_costs_nothing_but_time(one_book, tmp_path, fault):
         for counted, expected in ((found["faults"], faults), (found["unusable"], unusable)):
             for name, like in zip(counted, expected, strict=True):
                 assert name[:20] == like[:20]
-        assert len(server.log) == 5 + (0 if fault == "no usage" else 1)
+        assert len(proxy.log) == 5 + (0 if fault == "no usage" else 1)
+        # The server has worked for what was spoilt on its way back, and for nothing that was refused.
+        assert len(server.log) == len(proxy.log) - (fault == "slow" or fault.startswith(REFUSALS))
         # What was answered and usable was asked for once.
-        assert len(set(server.answered())) == len(server.answered())
+        assert len(set(proxy.answered())) == len(proxy.answered())
 
 
 def test_a_wished_wait_is_kept(one_book, tmp_path):
-    with Server(faults={0: "429 |slow down"}, retry_after="0.5") as server:
+    with faulty({0: "429 |slow down"}, retry_after="0.5") as proxy:
         # Our own wait would be 0.01 s.
-        assert main(arguments(one_book, tmp_path, server.url, "--concurrency", "1")) == 0
-        assert min(seen.time - server.log[0].time for seen in server.log[1:]) >= 0.5
+        assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 0
+        assert min(seen.time - proxy.log[0].time for seen in proxy.log[1:]) >= 0.5
 
 
 @pytest.mark.parametrize(
@@ -68,10 +72,10 @@ def test_a_wished_wait_is_kept(one_book, tmp_path):
     ],
 )
 def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expected):
-    with Server(faults=faults) as server:
-        assert main(arguments(one_book, tmp_path, server.url, "--concurrency", "1")) == 0
-        assert len(server.log) == 5 + len(faults)
-        last = server.log[-1].body
+    with faulty(faults) as proxy:
+        assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 0
+        assert len(proxy.log) == 5 + len(faults)
+        last = proxy.log[-1].body
     found = manifest(tmp_path)
     assert expected.items() <= found["server"].items()
     assert found["requests"]["faults"] == {}
@@ -82,8 +86,8 @@ def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expec
 
 
 def test_an_insisted_format_is_not_given_up(one_book, tmp_path, capsys):
-    with Server(fault_for=lambda body: "400 |response_format json_schema is not supported") as server:
-        code = main(arguments(one_book, tmp_path, server.url, "--answer-format", "schema"))
+    with faulty(fault_for=lambda body: "400 |response_format json_schema is not supported") as proxy:
+        code = main(arguments(one_book, tmp_path, proxy.url, "--answer-format", "schema"))
     assert code == 1
     assert manifest(tmp_path)["given_up_count"] == 5
     assert "400: response_format json_schema is not supported" in manifest(tmp_path)["given_up"][0]
@@ -96,9 +100,9 @@ def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, t
         return "500 |oops" if victim in body["messages"][0]["content"] else ""
 
     def whole_book_asked(extra=()):
-        return main(arguments(place, tmp_path, server.url, "--tasks", "multi", "--retries", "2", *extra))
+        return main(arguments(place, tmp_path, proxy.url, "--tasks", "multi", "--retries", "2", *extra))
 
-    with Server(fault_for=fault) as server:
+    with faulty(fault_for=fault) as proxy:
         assert whole_book_asked() == 1
         out = capsys.readouterr()
         assert "left out: " in out.err and "book0.txt, multi, document: no answer in 3 tries (--retries)" in out.err
@@ -106,10 +110,10 @@ def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, t
         assert len(lines(tmp_path / "train.jsonl")) == 3
         assert manifest(tmp_path)["state"] == "finished"
         # The server is well again: only the one that is missing is asked for.
-        server.fault_for = lambda body: ""
-        before = len(server.log)
+        proxy.fault_for = lambda body: ""
+        before = len(proxy.log)
         assert whole_book_asked() == 0
-        assert len(server.log) == before + 1
+        assert len(proxy.log) == before + 1
     assert len(lines(tmp_path / "train.jsonl")) == 4
 
 
@@ -143,16 +147,16 @@ STOPS = {
 @pytest.mark.parametrize("fault", STOPS)
 def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monkeypatch, fault):
     monkeypatch.setenv("OPENAI_API_KEY", "sekret-key")
-    with Server(fault_for=lambda body: fault) as server:
-        line = arguments(one_book, tmp_path, server.url, "--concurrency", "1")
+    with faulty(fault_for=lambda body: fault) as proxy:
+        line = arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")
         assert main(line) == 1
         out = capsys.readouterr()
         for part in STOPS[fault]:
             assert part in out.err
         assert "the same command goes on from here" in out.err
-        assert len(server.log) == 1
-        assert server.log[0].headers["authorization"] == "Bearer sekret-key"
-        server.fault_for = lambda body: ""
+        assert len(proxy.log) == 1
+        assert proxy.log[0].headers["authorization"] == "Bearer sekret-key"
+        proxy.fault_for = lambda body: ""
         assert main(line) == 0
     written = out.out + out.err + "".join(p.read_text() for p in tmp_path.iterdir())
     assert "sekret-key" not in written and "OPENAI_API_KEY" in written
@@ -168,8 +172,8 @@ def test_a_server_that_is_gone(place, tmp_path, capsys):
 
 
 def test_a_very_long_wait_is_left_to_the_user(one_book, tmp_path, capsys):
-    with Server(faults={0: "429 |tomorrow"}, retry_after="86400") as server:
-        assert main(arguments(one_book, tmp_path, server.url, "--concurrency", "1")) == 1
+    with faulty({0: "429 |tomorrow"}, retry_after="86400") as proxy:
+        assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 1
     assert "the server asks to wait 86400 s (429: tomorrow); run the same command again then" in capsys.readouterr().err
 
 

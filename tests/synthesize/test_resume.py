@@ -17,6 +17,7 @@ from pose_plugin.cli import main
 from pose_plugin.synthesize.journal import Journal
 from tests.forked import forked
 from tests.synthesize.material import story
+from tests.synthesize.proxy import Proxy, faulty
 from tests.synthesize.runs import arguments, lines, make_place, manifest
 from tests.synthesize.server import Server
 
@@ -42,32 +43,35 @@ def count_lines(path) -> int:
 
 
 def test_killed_half_way_and_resumed(place, tmp_path):
-    with Server(hold_after=6) as server:
-        line = arguments(place, tmp_path / "killed", server.url, *TASKS)
+    """Both halves are processes of their own; what they paid for is counted where it is worked for."""
+    with Server() as server, Proxy(server.url, hold_after=6) as proxy:
+        line = arguments(place, tmp_path / "killed", proxy.url, *TASKS)
         process = start(line)
-        # Six are answered and on disk, three more are open.
+        # Six are answered and on disk; of three more, the answers are given and have not arrived.
         journal = tmp_path / "killed" / "journal.jsonl"
-        wait_for(lambda: count_lines(journal) == 6 and len(server.log) == 9, process)
+        wait_for(lambda: count_lines(journal) == 6 and proxy.held == 3, process)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         assert manifest(tmp_path / "killed")["state"] == "running"
         assert not (tmp_path / "killed" / "train.jsonl").exists()
-        answered = set(server.answered())
-        assert len(answered) == 6
+        arrived, lost = set(proxy.answered()), {seen.key for seen in proxy.log if not seen.answered}
+        assert (len(arrived), len(lost)) == (6, 3)
         # As if the kill had come in the middle of a write.
         with journal.open("ab") as file:
             file.write(b'{"key": "torn')
-        server.hold_after = None
-        assert main(line) == 0
-        times = Counter(seen.key for seen in server.log)
-        assert all(times[key] == 1 for key in answered)
-        assert len(server.answered()) == len(set(server.answered()))
+        proxy.hold_after = None
+        process = start(line)
+        output = process.communicate()
+        assert process.returncode == 0, output
+        paid = Counter(seen.key for seen in server.log)
+        assert all(paid[key] == 1 for key in arrived)
+        assert {key for key, times in paid.items() if times > 1} == lost
+        assert len(proxy.answered()) == len(set(proxy.answered()))
         found = manifest(tmp_path / "killed")
         assert found["requests"]["from_journal"] == 6
-        # The three that were open, and all that was left.
-        assert len(server.log) == 6 + 3 + found["requests"]["asked"]
+        assert sum(paid.values()) == 6 + 3 + found["requests"]["asked"]
         # As if nothing had happened.
-        assert main(arguments(place, tmp_path / "whole", server.url, *TASKS)) == 0
+        assert main(arguments(place, tmp_path / "whole", proxy.url, *TASKS)) == 0
     assert lines(tmp_path / "killed" / "train.jsonl") == lines(tmp_path / "whole" / "train.jsonl")
     whole = manifest(tmp_path / "whole")
     for name in ("rows", "tokens", "questions", "left_out"):
@@ -77,18 +81,18 @@ def test_killed_half_way_and_resumed(place, tmp_path):
 def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
     import pose_plugin.synthesize.run  # noqa: F401 - before the fork
 
-    with Server(hold_after=4) as server:
-        line = arguments(place, tmp_path, server.url, *TASKS)
+    with faulty(hold_after=4) as proxy:
+        line = arguments(place, tmp_path, proxy.url, *TASKS)
 
         def interrupt() -> None:
             # By threads of the parent: the child would have none of them.
             end = time.monotonic() + 60
-            while len(server.log) < 7 and time.monotonic() < end:
+            while proxy.held < 3 and time.monotonic() < end:
                 time.sleep(0.02)
             child = int((tmp_path / "pid").read_text())
             os.kill(child, signal.SIGINT)
             time.sleep(0.3)
-            server.release()
+            proxy.release()
 
         def case() -> int:
             (tmp_path / "pid").write_text(str(os.getpid()))
@@ -101,7 +105,7 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
     assert outcome.value == 1
     assert "stopped: interrupted" in outcome.output
     # The three that were open were answered and kept; none was begun after the interrupt.
-    assert count_lines(tmp_path / "journal.jsonl") == 7 == len(server.log)
+    assert count_lines(tmp_path / "journal.jsonl") == 7 == len(proxy.log)
     found = manifest(tmp_path)
     assert found["state"] == "stopped" and found["unfinished"] > 0
     assert found["rows"]["count"] == len(lines(tmp_path / "train.jsonl"))
@@ -173,9 +177,9 @@ def test_a_stop_takes_no_row_away_that_was_complete(tmp_path):
     assert len(before) == 4
     for number in range(8):
         (place / "books" / f"new{number}.txt").write_text(story(100 + number, 3000), encoding="utf-8")
-    with Server(fault_for=lambda body: "401 |no") as server:
-        line = arguments(place, output, server.url, "--accept-changes", "--concurrency", "1")
+    with faulty(fault_for=lambda body: "401 |no") as proxy:
+        line = arguments(place, output, proxy.url, "--accept-changes", "--concurrency", "1")
         assert main(line) == 1
         # Nothing is sent after the refusal.
-        assert len(server.log) == 1
+        assert len(proxy.log) == 1
     assert sorted(map(str, lines(output / "train.jsonl"))) == sorted(map(str, before))

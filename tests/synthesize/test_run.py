@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pose_plugin.cli import main
+from tests.synthesize.proxy import faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, documents_of, write_answer
 
@@ -67,9 +68,9 @@ def test_a_document_too_long_for_a_request_is_shown_in_excerpts(one_book, tmp_pa
 
 
 def test_progress_and_messages(one_book, tmp_path, capfd):
-    with Server(faults={0: "400 |too long"}) as server:
+    with faulty({0: "400 |too long"}) as proxy:
         line = arguments(
-            one_book, tmp_path, server.url, "--price-input", "1", "--price-output", "1", "--concurrency", "1"
+            one_book, tmp_path, proxy.url, "--price-input", "1", "--price-output", "1", "--concurrency", "1"
         )
         line.remove("--quiet")
         assert main(line) == 1

@@ -1,0 +1,90 @@
+"""What the test server and the proxy share: a free port, a thread for each request, and a log of what arrived."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Seen:
+    """One request that arrived.
+
+    Attributes:
+        key: a hash of what was asked.
+        answered: whether the answer went out whole.
+        fault: what was done to it instead.
+    """
+
+    key: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    time: float
+    answered: bool = False
+    fault: str = ""
+
+
+class Listening:
+    """Listens on this machine while it is entered; `handle` runs in a thread of each request.
+
+    Attributes:
+        url: of this, up to /v1.
+        log: every POST, in order of arrival.
+    """
+
+    def __enter__(self) -> Any:
+        self.log: list[Seen] = []
+        self.open = True
+        self.lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Client,), {"owner": self}))
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+        self._http.shutdown()
+        self._http.server_close()
+
+    def handle(self, client: Client, seen: Seen, raw: bytes) -> None:
+        raise NotImplementedError
+
+
+class Client(BaseHTTPRequestHandler):
+    """The connection to whoever asks."""
+
+    owner: Listening
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(raw)
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        seen = Seen(key, body, headers, time.monotonic())
+        with self.owner.lock:
+            self.owner.log.append(seen)
+        try:
+            self.owner.handle(self, seen, raw)
+        except ConnectionError:  # who asked is gone
+            self.close_connection = True
+
+    def send(self, status: int, data: bytes, headers: dict[str, str] | None = None, length: int | None = None) -> None:
+        """Sends an answer; one shorter than its `length` ends the connection."""
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        self.end_headers()
+        self.wfile.write(data)
+        self.wfile.flush()
+        self.close_connection |= length is not None
+
+    def log_message(self, *_: object) -> None:
+        """Tests read `log`."""

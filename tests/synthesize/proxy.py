@@ -1,0 +1,154 @@
+"""A real HTTP proxy that does to requests and answers what a script of faults says; it stands before any server.
+
+What it lets through, the server behind it has worked for: its log is the bill, and ours of what arrived whole is kept
+outside of the process that pays.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.synthesize.listening import Client, Listening, Seen
+from tests.synthesize.server import Server
+
+# The proxy's own answer instead of the server's: "429 |said" or "429 code|said".
+REFUSALS = ("4", "5")
+
+
+def _cut_content(reply: dict[str, Any]) -> None:
+    message = reply["choices"][0]["message"]
+    message["content"] = message["content"][: len(message["content"]) // 2]
+
+
+def _other_schema(reply: dict[str, Any]) -> None:
+    reply["choices"][0]["message"]["content"] = '{"questions": [{"ask": "?"}]}'
+
+
+# What is changed inside an answer that arrives.
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "not json": _cut_content,
+    "wrong schema": _other_schema,
+    "empty choices": lambda reply: reply.update(choices=[]),
+    "no usage": lambda reply: reply.pop("usage"),
+}
+
+
+@dataclass
+class Proxy(Listening):
+    """Forwards to `upstream`, a server's address up to /v1.
+
+    A fault is a status ("500 |oops", see REFUSALS), a name of CHANGES, or one of:
+        slow: nothing is forwarded, and nothing comes, until the client gives up;
+        hang up: the connection ends before the first byte;
+        cut: it ends in the middle of the server's answer;
+        broken body: half of the answer, as if it were all;
+        html: a gateway's page instead of the answer.
+
+    Attributes:
+        faults: number of a request, from 0, in order of arrival → its fault.
+        fault_for: the same by what is asked.
+        retry_after: what a 429 asks for.
+        hold_after: answers to requests after that many are fetched, and stay here unless `release` is called.
+        held: how many do.
+    """
+
+    upstream: str
+    faults: dict[int, str] = field(default_factory=dict)
+    fault_for: Callable[[dict[str, Any]], str] = lambda body: ""
+    retry_after: str = "0.3"
+    hold_after: int | None = None
+    held: int = 0
+    _released: bool = False
+
+    def release(self) -> None:
+        """Lets go what is held."""
+        self._released, self.hold_after = True, None
+
+    def answered(self) -> list[str]:
+        """Keys of requests whose answers arrived whole."""
+        return [seen.key for seen in self.log if seen.answered]
+
+    def handle(self, client: Client, seen: Seen, raw: bytes) -> None:
+        with self.lock:
+            number = next(i for i, each in enumerate(self.log) if each is seen)
+            hold = self.hold_after is not None and number >= self.hold_after
+        fault = seen.fault = self.faults.get(number, "") or self.fault_for(seen.body)
+        if fault.startswith(REFUSALS):
+            self._refuse(client, fault)
+        elif fault == "slow":
+            self._wait(client)
+            client.close_connection = True
+        else:
+            status, kind, data = self._forward(client, raw)
+            if hold:
+                with self.lock:
+                    self.held += 1
+                if not self._wait(client):
+                    client.close_connection = True
+                    return
+            self._pass_on(client, seen, status, kind, data)
+
+    def _refuse(self, client: Client, fault: str) -> None:
+        status, _, said = fault.partition(" ")
+        code, _, message = said.rpartition("|")
+        error = {"error": {"message": message or "fault", "type": "t", "code": code or None}}
+        headers = {"Retry-After": self.retry_after} if status == "429" else {}
+        client.send(int(status), json.dumps(error).encode(), headers)
+
+    def _forward(self, client: Client, raw: bytes) -> tuple[int, str, bytes]:
+        """The server's status, type and body."""
+        address = urlsplit(self.upstream)
+        assert address.hostname
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=600)
+        own = ("host", "connection", "content-length", "accept-encoding")
+        headers = {name: value for name, value in client.headers.items() if name.lower() not in own}
+        try:
+            connection.request("POST", client.path, raw, headers)
+            reply = connection.getresponse()
+            return reply.status, reply.headers["Content-Type"], reply.read()
+        finally:
+            connection.close()
+
+    def _pass_on(self, client: Client, seen: Seen, status: int, kind: str, data: bytes) -> None:
+        half = data[: len(data) // 2]
+        if seen.fault == "hang up":
+            client.close_connection = True
+        elif seen.fault == "cut":
+            client.send(status, half, length=len(data))
+        elif seen.fault == "broken body":
+            client.send(status, half)
+        elif seen.fault == "html":
+            client.send(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
+        else:
+            if seen.fault:
+                reply = json.loads(data)
+                CHANGES[seen.fault](reply)
+                data = json.dumps(reply).encode()
+            # Before the last byte: whoever reads it may look here at once.
+            seen.answered = status == 200
+            client.send(status, data, {"Content-Type": kind})
+
+    def _wait(self, client: Client) -> bool:
+        """Until `release`, which is True, or until the client or this proxy is gone."""
+        while self.open and not self._released:
+            # Readable without a further request: it has hung up.
+            if select.select([client.connection], [], [], 0)[0] and not client.connection.recv(1, socket.MSG_PEEK):
+                return False
+            time.sleep(0.02)
+        return self._released
+
+
+@contextmanager
+def faulty(faults: dict[int, str] | None = None, **script: Any) -> Iterator[Proxy]:
+    """A proxy before the test server."""
+    with Server() as server, Proxy(server.url, faults or {}, **script) as proxy:
+        yield proxy
