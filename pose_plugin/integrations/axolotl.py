@@ -128,9 +128,8 @@ class PosePlugin(BasePlugin):
     def post_train(self, cfg: Any, model: Any) -> None:
         # The process group is gone by the second call, so the rank is read from what the launcher has set.
         if self._active(cfg) and os.environ.get("RANK", "0") == "0":
-            # Axolotl may have written the model once more. The tokenizer, which knows the target since training
-            # began, it writes on every rank, perhaps at this moment: that file is left alone.
-            self._bound.complete(cfg.output_dir, tokenizer=False)
+            # Axolotl may have written the model once more.
+            self._bound.complete(cfg.output_dir)
 
     def post_lora_merge(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         if self._active(cfg):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from pose_plugin.config import PoSESettings
 from pose_plugin.log import log
 from pose_plugin.ranks import beside_training
+from pose_plugin.serving.base import read_json, write_json
 from pose_plugin.serving.card import write_card
 from pose_plugin.serving.probe import take_probe
 
@@ -47,15 +49,28 @@ def weights_are_divided(trainer: Any) -> bool:
     return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
 
-def complete_card(folder: str | Path) -> None:
+def known_limit(trainer: Any, target_length: int) -> int | None:
+    """The live tokenizer's maximum, which its saved file has too; None where it does not take the target.
+
+    Axolotl and many a script save the tokenizer on every rank, and nothing waits for them: rank 0 might read, or write
+    over, half of a file. What is known needs neither.
+    """
+    longest = getattr(trainer.processing_class, "model_max_length", None)
+    return int(longest) if longest is not None and longest >= target_length else None
+
+
+def complete_card(folder: str | Path, tokenizer_maximum: int | None = None) -> None:
     """Puts our part into README.md; a card is no reason to fail after the training.
 
-    At the end Axolotl writes the tokenizer on every rank, and nothing waits for them: what cannot be read at this
-    moment is read once more.
+    Another process may be writing there: what cannot be read at this moment is read once more.
+
+    Args:
+        folder: the saved model.
+        tokenizer_maximum: see `known_limit`.
     """
     for wait in (0.5, 1.0, 2.0, None):
         try:
-            write_card(folder)
+            write_card(folder, tokenizer_maximum=tokenizer_maximum)
             return
         except Exception as error:
             if wait is None:
@@ -64,7 +79,7 @@ def complete_card(folder: str | Path) -> None:
                 time.sleep(wait)
 
 
-def with_our_card(trainer: Trainer) -> None:
+def with_our_card(trainer: Trainer, target_length: int) -> None:
     """Frameworks write README.md anew at the end, at checkpoints and at uploads.
 
     One that was there before the run may hold somebody's words, so it stays; our part is put into it.
@@ -76,14 +91,19 @@ def with_our_card(trainer: Trainer) -> None:
 
     @functools.wraps(create)
     def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        if not trainer.is_world_process_zero():
+            return create(*args, **kwargs)
         card = _card_of(trainer)
-        kept = card.read_bytes() if before and card.exists() and trainer.is_world_process_zero() else None
-        result = create(*args, **kwargs)
-        if trainer.is_world_process_zero():
+        # A copy on the disk: a kill before it is put back shall not cost the words.
+        kept = card.with_name("_README.md.kept") if before and card.exists() else None
+        if kept is not None:
+            shutil.copy2(card, kept)
+        try:
+            return create(*args, **kwargs)
+        finally:
             if kept is not None:
-                card.write_bytes(kept)
-            complete_card(card.parent)
-        return result
+                os.replace(kept, card)
+            complete_card(card.parent, known_limit(trainer, target_length))
 
     trainer.create_model_card = create_model_card  # type: ignore[method-assign]
 
@@ -115,6 +135,6 @@ def resumable(file: Path) -> None:
     """
     if not file.exists():
         return
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = read_json(file)
     if values.get("rope_parameters") and values.pop("rope_scaling", None):
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(file, values)

@@ -25,6 +25,7 @@ from pose_plugin.integrations.rows import look_at_rows
 from pose_plugin.integrations.saving import (
     complete_card,
     config_beside_shards,
+    known_limit,
     probe_of,
     resumable,
     weights_are_divided,
@@ -83,7 +84,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
                 callback.complete(output_dir or trainer.args.output_dir or ".")
 
     trainer.save_model = save  # type: ignore[method-assign]
-    with_our_card(trainer)
+    with_our_card(trainer, collator.settings.target_length)
     return callback
 
 
@@ -97,18 +98,19 @@ class PoSECallback(TrainerCallback):
         self.data: list[str] | None = None
         self._next_epoch = 0
 
-    def complete(self, folder: str | Path, tokenizer: bool = True) -> None:
+    def complete(self, folder: str | Path) -> None:
         """Writes what frameworks leave out of a saved folder. On one rank only."""
         trainer, settings = self.trainer, self.collator.settings
         model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
         if trainer.is_fsdp_enabled:
             config_beside_shards(model.config, Path(folder))
-        complete_folder(folder, model.config, settings, tokenizer, facts=facts, probe=self.answered)
+        limit = known_limit(trainer, settings.target_length)
+        complete_folder(folder, model.config, settings, limit is None, facts=facts, probe=self.answered)
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
             resumable(Path(folder) / "config.json")
         else:
-            complete_card(folder)
+            complete_card(folder, limit)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs.get("model") or self.trainer.model

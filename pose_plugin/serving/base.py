@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,4 +66,22 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: Any) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file that others may read, or that a kill may come upon: it holds what it held, or the text, never half.
+
+    The mode of a file that is there stays. A link gives way to a file, and what it points to stays as it is: in the
+    hub's cache that is shared.
+    """
+    # Uploads leave out what begins with an underscore; and two processes, on two machines perhaps, do not meet.
+    part = file.with_name(f"_{file.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        if file.exists():
+            shutil.copymode(file, part)
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

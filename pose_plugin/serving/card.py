@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.serving.base import write_whole
 from pose_plugin.serving.engines import exporter
 from pose_plugin.serving.folder import RECORD
 from pose_plugin.serving.saved import Saved, read_saved
@@ -42,13 +43,16 @@ _CITATION = """\
 ```"""
 
 
-def write_card(folder: str | Path, evaluation: str | Path | None = None) -> Path | None:
+def write_card(
+    folder: str | Path, evaluation: str | Path | None = None, tokenizer_maximum: int | None = None
+) -> Path | None:
     """Writes or renews our part of a folder's README.md.
 
     Args:
         folder: saved by a run of this package; without a record nothing is written.
         evaluation: output folder of `pose-plugin evaluate`; copied into the folder where it lies elsewhere. Default:
             the newest one inside the folder.
+        tokenizer_maximum: see `read_saved`.
 
     Returns: the file, or None.
 
@@ -61,7 +65,7 @@ def write_card(folder: str | Path, evaluation: str | Path | None = None) -> Path
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / "config.json").is_file():
         return None
-    saved = read_saved(path)
+    saved = read_saved(path, tokenizer_maximum)
     found = _bring(path, Path(evaluation)) if evaluation is not None else _newest_evaluation(path)
     file = path / "README.md"
     try:
@@ -76,7 +80,7 @@ def write_card(folder: str | Path, evaluation: str | Path | None = None) -> Path
     data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
     body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", card.text, flags=re.S).strip()
     text = f"{BEGIN}\n{_section(saved, found)}\n{END}\n" + (f"\n{body}\n" if body else "")
-    file.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", encoding="utf-8")
+    write_whole(file, f"---\n{data.to_yaml()}\n---\n\n{text}")
     return file
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.serving._alone import measure, weight_type
+from pose_plugin.serving.base import write_whole
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64
@@ -90,7 +91,7 @@ def read_probe(folder: str | Path) -> dict[str, Any] | None:
 
 
 def write_probe(folder: str | Path, probe: Mapping[str, Any]) -> None:
-    (Path(folder) / PROBE).write_text(json.dumps(probe) + "\n", encoding="utf-8")
+    write_whole(Path(folder) / PROBE, json.dumps(probe) + "\n")
 
 
 def quantization(config: Any) -> dict[str, Any] | None:

@@ -78,8 +78,13 @@ class Saved:
         return float(self.rope["attention_factor"]) / yarn_attention_factor(self.factor)
 
 
-def read_saved(folder: str | Path) -> Saved:
+def read_saved(folder: str | Path, tokenizer_maximum: int | None = None) -> Saved:
     """
+    Args:
+        folder: of the model or adapter.
+        tokenizer_maximum: where it is known; the tokenizer's file is not read then, as another process may be writing
+            it.
+
     Raises:
         PoSEError: no such folder, no config.json, a config without rope_parameters.
     """
@@ -104,7 +109,9 @@ def read_saved(folder: str | Path) -> Saved:
             f"{path}/config.json lacks rope_theta or max_position_embeddings; `pose-plugin check` says more"
         )
     tokenizer = path / "tokenizer_config.json"
-    longest = read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
+    longest = tokenizer_maximum
+    if longest is None and tokenizer.is_file():
+        longest = read_json(tokenizer).get("model_max_length")
     return Saved(
         path=path,
         config=config,

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
@@ -197,6 +199,63 @@ def faulty_loop(folder):
     from tests.integration.fully_sharded import train
 
     return train(folder, Case("loop", "fsdp2", "lora"), fault=distributed.lose_the_mask)
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def after_training(folder, case):
+    """Rank 1 is in the middle of writing the tokenizer while rank 0 completes a save, as Axolotl and scripts that save
+    it on every rank may be. Then rank 0 saves alone, as other scripts do."""
+    from pose_plugin.integrations.trainer import PoSECallback
+
+    distributed.on_cpu(case.strategy)
+    trainer = trl_runs.sft(folder, max_steps=1, per_device_train_batch_size=1, eval_strategy="no")
+    trainer.train()
+    if os.environ["RANK"] == "0":
+        ours = next(each for each in trainer.callback_handler.callbacks if isinstance(each, PoSECallback))
+        complete = ours.complete
+
+        def meanwhile(*args):
+            (folder / "saved").touch()
+            wait_for(folder / "torn")
+            complete(*args)
+
+        ours.complete = meanwhile
+        trainer.save_model()
+        (folder / "completed").touch()
+        ours.complete = complete
+        wait_for(folder / "whole")
+        trainer.save_model(str(folder / "alone"))
+    else:
+        trainer.save_model()
+        wait_for(folder / "saved")
+        file = folder / "out" / "tokenizer_config.json"
+        whole = file.read_text()
+        file.write_text(whole[: len(whole) // 2])
+        (folder / "torn").touch()
+        wait_for(folder / "completed")
+        assert file.read_text() == whole[: len(whole) // 2]
+        file.write_text(whole)
+        (folder / "whole").touch()
+    # Both are here at the end.
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_what_ranks_write_and_save_by_themselves(tmp_path, strategy):
+    case = Case("trl", strategy, "full")
+    needs(case)
+    trl_runs.make_model(tmp_path)
+    first, _ = good_ranks(after_training, tmp_path, case, **distributed.environment(case))
+    assert "no model card" not in first.output
+    for name in ("out", "alone"):
+        folder = tmp_path / name
+        assert json.loads((folder / "pose.json").read_text())["target_length"] == trl_runs.TARGET
+        assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == trl_runs.TARGET
+        assert "a context window of 512 tokens" in (folder / "README.md").read_text()
 
 
 def test_weights_from_the_meta_device_bring_no_frequencies(run):
