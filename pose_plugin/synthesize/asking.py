@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from pose_plugin.log import log
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import UnusableError
-from pose_plugin.synthesize.endpoint import Endpoint, FaultError, RefusedError, Reply, StopError
+from pose_plugin.synthesize.endpoint import Endpoint, FaultError, NoConnectionError, RefusedError, Reply, StopError
 from pose_plugin.synthesize.journal import Entry, Journal, request_key
 from pose_plugin.synthesize.ledger import Ledger
 from pose_plugin.synthesize.pace import Pace, backoff
@@ -23,6 +24,7 @@ Value = TypeVar("Value")
 # So many requests in a row without any answer: the server is gone, and the rest would only wait for nothing.
 GONE_AFTER = 8
 LONGEST_WAIT = 900.0
+WAY_OUT = "start the server there, or correct --base-url"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Asker:
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._lost_in_a_row = 0
+        self._warned = False
         self.stopped: str | None = None
         self.counts = Counts()
         for entry in journal.all():
@@ -155,11 +158,17 @@ class Asker:
             wait = fault.wait if fault.wait is not None else backoff(failures, self._settings.retry_wait)
             if wait > LONGEST_WAIT:
                 raise StopError(f"the server asks to wait {wait:.0f} s ({fault}); run the same command again then")
+            never_there = isinstance(fault, NoConnectionError) and not self._endpoint.reached
             if failures > self._settings.retries:
+                if never_there:
+                    raise StopError(f"{fault} in {failures} tries (--retries); {WAY_OUT}")
                 self._lost_in_a_row += 1
                 if self._lost_in_a_row >= GONE_AFTER:
                     raise StopError(f"{GONE_AFTER} requests in a row got no answer, last: {fault}; see --base-url")
                 raise GivenUpError(f"no answer in {failures} tries (--retries), last: {fault}")
+            if never_there and not self._warned:
+                self._warned = True
+                log.warning(f"{fault}; trying again, up to {self._settings.retries} times (--retries); {WAY_OUT}")
             self.counts.repeated += 1
             if fault.wait is not None:
                 self._pace.pause(asyncio.get_running_loop().time() + wait)

@@ -25,6 +25,10 @@ class FaultError(Exception):
         self.wait = wait
 
 
+class NoConnectionError(FaultError):
+    """There is no server at this address, or not now."""
+
+
 class RefusedError(Exception):
     """The server will never take this request; others may pass."""
 
@@ -44,8 +48,15 @@ class Reply:
     model: str
 
 
+# Seconds until a connection stands: a machine that does not exist often says nothing at all.
+CONNECT = 30.0
+
+
 class Endpoint:
     """A server.
+
+    Attributes:
+        reached: whether anything came back, be it a refusal.
 
     Args:
         key: of the server; it stands in no file and no message.
@@ -57,12 +68,14 @@ class Endpoint:
         self._key = key
         self._timeout = timeout
         # Repeats are ours: they are counted, share one pause, and know what has been paid.
-        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=0)
+        limit = openai.Timeout(timeout, connect=min(timeout, CONNECT))
+        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=limit, max_retries=0)
         self.answer_format = "schema" if answer_format == "auto" else answer_format
         self._may_change_format = answer_format == "auto"
         self._length_name = "max_tokens"
         self._sends_temperature = True
         self._answered = False
+        self.reached = False
 
     def described(self) -> dict[str, Any]:
         """What the server was found to take, for the manifest."""
@@ -100,7 +113,7 @@ class Endpoint:
                 if not self._learn(error, used):
                     raise self._translated(error) from None
             else:
-                self._answered = True
+                self._answered = self.reached = True
                 return _reply(reply)
 
     def _learn(self, error: Exception, used: tuple[str, str, bool]) -> bool:
@@ -124,13 +137,18 @@ class Endpoint:
 
     def _translated(self, error: Exception) -> Exception:
         openai = _openai()
+        cause = error.__cause__ or error
+        # By name: which library connects differs between versions of the client.
+        if isinstance(error, openai.APIConnectionError) and type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
+            why = self._clean(f"{type(cause).__name__}: {cause}")
+            return NoConnectionError(f"no connection to {_without_password(str(self._client.base_url))} ({why})")
         if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
             return FaultError(f"no answer within {self._timeout:g} s (--timeout)")
+        self.reached = True
         if isinstance(error, openai.APIStatusError):
             return self._of_status(error)
         # Cut connections, and bodies that are no JSON, arrive as various types.
         if isinstance(error, (openai.APIError, ValueError, OSError)):
-            cause = error.__cause__ or error
             return FaultError(self._clean(f"{type(cause).__name__}: {cause}"))
         return error
 

@@ -48,6 +48,10 @@ class Listening:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """No connection is taken any more; answers that are being given are given."""
         self.open = False
         self._http.shutdown()
         self._http.server_close()
@@ -81,6 +85,8 @@ class Client(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data) if length is None else length))
+        if not self.owner.open:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
         self.wfile.flush()

@@ -7,7 +7,7 @@ import pytest
 from pose_plugin.cli import main
 from tests.synthesize.proxy import REFUSALS, Proxy, faulty
 from tests.synthesize.runs import arguments, lines, manifest
-from tests.synthesize.server import Server
+from tests.synthesize.server import Server, write_answer
 
 # fault of the second request → what the manifest counts it as: (faults, unusable)
 PASSING = {
@@ -162,13 +162,42 @@ def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monke
     assert "sekret-key" not in written and "OPENAI_API_KEY" in written
 
 
-def test_a_server_that_is_gone(place, tmp_path, capsys):
+def test_a_server_that_is_not_there(one_book, tmp_path, capsys):
+    """Five requests, all at once: the first that has no try left stops them all."""
     with Server() as server:
         url = server.url
-    assert main(arguments(place, tmp_path, url, "--retries", "1")) == 1
+    assert main(arguments(one_book, tmp_path, url, "--retries", "1")) == 1
+    err = capsys.readouterr().err
+    # At once, and once only; then at the end.
+    assert err.count("trying again, up to 1 times (--retries)") == 1
+    assert f"stopped: no connection to {url}/ (ConnectError: " in err
+    assert err.count("start the server there, or correct --base-url") == 2
+    assert manifest(tmp_path)["requests"]["asked"] <= 10
+    assert manifest(tmp_path)["unfinished"] == 1
+
+
+def test_a_server_that_is_gone(place, tmp_path, capsys):
+    with faulty(fault_for=lambda body: "hang up") as proxy:
+        assert main(arguments(place, tmp_path, proxy.url, "--retries", "1")) == 1
+        assert len(proxy.log) < 2 * 20
     err = capsys.readouterr().err
     assert "stopped: 8 requests in a row got no answer, last: " in err and "see --base-url" in err
     assert manifest(tmp_path)["requests"]["answers_in_journal"] == 0
+
+
+def test_a_server_that_went_away_is_no_wrong_address(one_book, tmp_path, capsys):
+    with Server() as server:
+        line = arguments(one_book, tmp_path, server.url, "--retries", "0", "--concurrency", "1")
+
+        def leave(prompt):
+            server.stop()
+            return write_answer(prompt)
+
+        server.write = leave
+        assert main(line) == 1
+    err = capsys.readouterr().err
+    assert err.count("no answer in 1 tries (--retries), last: no connection to ") == 4 and "stopped: " not in err
+    assert len(lines(tmp_path / "train.jsonl")) == 1
 
 
 def test_a_very_long_wait_is_left_to_the_user(one_book, tmp_path, capsys):
