@@ -83,11 +83,11 @@ class Finder:
         self._texts = [_plain(text) for text in texts]
 
     def places(self, quotes: list[str]) -> set[tuple[int, int]]:
-        """(text, character of its plain form) of each quote that is there; shorter than 8 characters proves nothing."""
+        """(text, character of its plain form) of each quote that is there and long enough to prove something."""
         found = set()
         for quote in map(_plain, quotes):
             for number, text in enumerate(self._texts):
-                place = text.find(quote) if len(quote) >= 8 else -1
+                place = text.find(quote) if _proves(quote) else -1
                 if place >= 0:
                     found.add((number, place))
                     break
@@ -110,6 +110,11 @@ class Finder:
     def several(self, quotes: list[str]) -> bool:
         """Whether quotes come from at least two texts."""
         return len({number for number, _ in self.places(quotes)}) > 1
+
+
+def _proves(quote: str) -> bool:
+    """Not a name, which is found anywhere: 8 characters, and three words in scripts with capitals, which part words."""
+    return len(quote) >= 8 and (len(quote.split()) >= 3 or quote.upper() == quote.lower())
 
 
 def _plain(text: str) -> str:

@@ -11,10 +11,13 @@ from typing import Any
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import reading
+from pose_plugin.synthesize.copies import Copies
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.synthesize.texts import Document, Spool, digest, pieces, tidy
+
+SAME = "the same text again"
 
 
 @dataclass
@@ -43,7 +46,7 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
         PoSEError: an input that cannot be read.
     """
     spool, neutral, found = Spool(), Neutral(tokenizer), Collection()
-    seen: set[str] = set()
+    whole, parts = Copies(), Copies()
     is_language = _language_filter(settings.languages)
     files = reading.find_files(settings.inputs)
     if others := reading.passed_over(settings.inputs):
@@ -53,35 +56,44 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
         for index, raw in reading.read(path, settings.text_field):
             found.documents += 1
             text, markers = neutral(tidy(raw))
-            key = digest(text)
             if not text:
                 found.dropped["empty"] += 1
-            elif key in seen:
-                found.dropped["the same text again"] += 1
+            elif whole.same(text):
+                found.dropped[SAME] += 1
             elif not is_language(text):
                 found.dropped["another language"] += 1
             else:
                 found.markers += markers
-                _file(path, index, text, settings, tokenizer, spool, found)
-            seen.add(key)
+                _file(path, index, text, settings, tokenizer, spool, parts, found)
             show()
     return found
 
 
 def _file(
-    path: Path, index: int, text: str, settings: Settings, tokenizer: Any, spool: Spool, found: Collection
+    path: Path,
+    index: int,
+    text: str,
+    settings: Settings,
+    tokenizer: Any,
+    spool: Spool,
+    parts: Copies,
+    found: Collection,
 ) -> None:
-    """Puts a text where it belongs by its length."""
+    """Puts a text, or the pieces of one that is split, where it belongs by its length."""
     for part, (piece, tokens) in enumerate(_cut(text, settings, tokenizer)):
-        document = Document(str(path), index, part, digest(piece), tokens, len(piece), spool, spool.add(piece))
         if tokens > settings.longest:
             found.dropped[f"longer than {settings.longest} tokens (--max-tokens)"] += 1
-        elif tokens >= settings.shortest:
-            found.long.append(document)
-        elif tokens >= settings.min_short:
-            found.short.append(document)
-        else:
+        elif tokens < settings.min_short:
             found.dropped[f"shorter than {settings.min_short} tokens (--min-short)"] += 1
+        elif parts.same(piece):
+            found.dropped[SAME] += 1
+        # Short ones on one subject may well be alike; groups keep copies apart by themselves.
+        elif tokens >= settings.shortest and parts.like(piece):
+            found.dropped["nearly the same text again"] += 1
+        else:
+            place = spool.add(piece)
+            document = Document(str(path), index, part, digest(piece), tokens, len(piece), spool, place)
+            (found.long if tokens >= settings.shortest else found.short).append(document)
 
 
 def _cut(text: str, settings: Settings, tokenizer: Any) -> Iterator[tuple[str, int]]:

@@ -93,6 +93,8 @@ TEXT = (
         (["the whale came up", "came up at dawn."], 2, False),
         (["at dawn the whale", "the ship's bell"], 1, False),
         (["whale"], 0, False),
+        # A name, though it has 9 characters.
+        (["The Whale", "Nothing happened"], 0, False),
         ([], 0, False),
     ],
 )
@@ -100,6 +102,12 @@ def test_quotes_are_looked_up(quotes, found, apart):
     finder = Finder([TEXT])
     assert len(finder.places(quotes)) == found
     assert finder.apart(quotes) is apart
+
+
+@pytest.mark.parametrize("quote", ["鯨は夜明けに浮かび上がった", "طلع الحوت عند الفجر"])
+def test_quotes_in_scripts_without_capitals(quote):
+    assert len(Finder([f"{quote}。"]).places([quote])) == 1
+    assert not Finder([f"{quote}。"]).places([quote[:7]])
 
 
 def test_quotes_from_several_texts():

@@ -10,6 +10,8 @@ import pytest
 
 from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
+from pose_plugin.synthesize import copies
+from pose_plugin.synthesize.copies import Copies, likeness, sketch
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import find_files, read
 from pose_plugin.synthesize.select import assign, collect
@@ -95,6 +97,61 @@ def test_longer_ones_are_split_on_request(tmp_path, tokenizer):
     assert all(600 <= document.tokens <= 4500 for document in found.long)
     joined = " ".join(" ".join(document.text for document in found.long).split())
     assert joined == " ".join(story(3, 10000).split())
+
+
+REPEATING = {
+    # One long document, and how many pieces of it say something new.
+    "sentence": ("The whale came up at dawn. " * 800, 1),
+    "chapters": (story(1, 4000) * 4, 1),
+    "counted": ("".join(f"Day {number}: the whale came up at dawn.\n" for number in range(500)), 5),
+    "book": (story(1, 12000), 3),
+    # No spaces: runs of characters.
+    "japanese": ("鯨は夜明けに浮かび上がった。" * 400, 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_pieces_of_one_text_differ(tmp_path, tokenizer, name):
+    text, new = REPEATING[name]
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = collect(settings(tmp_path, longer="split"), tokenizer)
+    assert len(found.long) == new
+    left_out = found.dropped["the same text again"] + found.dropped["nearly the same text again"]
+    assert (left_out > 0) == (name in ("sentence", "chapters", "japanese"))
+
+
+def test_editions_of_one_book(tmp_path, tokenizer):
+    book, other = story(1, 3000), story(2, 3000)
+    texts = {
+        "a": book,
+        "b": "Another edition.\n\n" + book.replace(" and Ishmael", " and\nIshmael"),
+        "c": other,
+        # A third of it is in the first: it is another book.
+        "d": book[:1000] + story(3, 2000),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = collect(settings(tmp_path), tokenizer)
+    assert [document.source[-5] for document in found.long] == ["a", "c", "d"]
+    assert found.dropped == {"nearly the same text again": 1}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_sketches_estimate_the_share_of_runs(share):
+    words = [str(number) for number in range(8000)]
+    other = [word if number < share * 8000 else f"x{word}" for number, word in enumerate(words)]
+    # Of 8000 in each, `share` are in both.
+    expected = share / (2 - share)
+    assert likeness(sketch(" ".join(words)), sketch(" ".join(other))) == pytest.approx(expected, abs=0.15)
+
+
+def test_what_all_texts_share_tells_nothing(monkeypatch):
+    """A licence that is in every text is not compared with all of them."""
+    monkeypatch.setattr(copies, "COMMON", 2)
+    seen = Copies()
+    licence = story(0, 300)
+    assert not any(seen.like(f"{licence} {story(number, 900)}") for number in range(1, 9))
+    assert seen.like(f"{licence} {story(3, 900)}")
 
 
 def test_no_document_is_used_twice(tmp_path, tokenizer):
