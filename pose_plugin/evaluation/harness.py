@@ -10,18 +10,28 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
 
 RULER_SHORTEST = 4096
 """Below it lm-eval's RULER searches for ever for a haystack that is short enough (lm-eval issue 2963)."""
-TEMPLATE = 256
-"""Tokens that a prompt may be longer than the largest length."""
+RULER_LENGTHS = tuple(RULER_SHORTEST * 2**k for k in range(6))
+"""Those that lm-eval's RULER has figures for, 4096 to 131072; what it asks at others it throws away."""
 SUITES = {
-    "infinitebench": "lm-eval has no InfiniteBench tasks; give a folder of task YAMLs as --harness-path",
-    "helmet": "HELMET has no tasks in lm-eval; run its own scripts on the folder, or give task YAMLs as --harness-path",
+    "infinitebench": "InfiniteBench is in lm-eval from 0.4.12 on (Axolotl pins an older one, so install it in an "
+    "environment of its own), or give the folder lm_eval/tasks/infinitebench of a newer lm-eval as --harness-path",
+    "helmet": "HELMET has no tasks in lm-eval up to 0.4.13; run HELMET's own scripts on the folder, or give a folder "
+    "of task YAMLs as --harness-path. Its recall tasks are RULER's (niah_multikey_2, niah_multikey_3, "
+    "niah_multivalue), part of its questions and summaries InfiniteBench's (infinitebench_longbook_…)",
 }
+
+
+def allowed(lengths: Sequence[int]) -> int:
+    """Tokens that a prompt with its answer may have: RULER's are a little longer than what they are asked to be, as
+    its template is not counted."""
+    return max(lengths) + min(256, max(lengths) // 16)
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ def require_harness(tasks: Sequence[str], lengths: Sequence[int], include_path: 
         the module lm_eval.
 
     Raises:
-        PoSEError: lm-eval missing, RULER below 4096, a task that does not exist.
+        PoSEError: lm-eval missing, RULER at lengths it does not know, no such folder, a task that does not exist.
     """
     ruler = [task for task in tasks if is_ruler(task)]
     if ruler and min(lengths) < RULER_SHORTEST:
@@ -92,30 +102,47 @@ def require_harness(tasks: Sequence[str], lengths: Sequence[int], include_path: 
             f"tokens and would never return; use lengths of at least {RULER_SHORTEST}, or --tasks needle, which has "
             "no such limit"
         )
+    unknown = [n for n in lengths if n not in RULER_LENGTHS]
+    if ruler and unknown:
+        raise PoSEError(
+            f"lengths={unknown[0]} with {ruler[0]}: RULER in lm-eval gives no figure for it; use those of "
+            f"{', '.join(map(str, RULER_LENGTHS))}, or --tasks needle, which takes any"
+        )
+    if include_path is not None and not Path(include_path).is_dir():
+        raise PoSEError(f"--harness-path {include_path} is no folder; name the one that holds the task YAMLs")
     try:
         import lm_eval
-        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise PoSEError(f"--harness needs lm-eval: pip install lm-eval ({error})") from None
     lacking = [name for name in ("wonderwords", "nltk") if importlib.util.find_spec(name) is None]
     if ruler and lacking:
         raise PoSEError(f'--harness {ruler[0]}: RULER needs {", ".join(lacking)}: pip install "lm-eval[ruler]"')
-    known = _known(TaskManager, include_path)
+    if own_tasks_only(tasks, include_path):
+        return lm_eval
+    known = _index(include_path, True)[0]
     for task in tasks:
         if task not in known:
             hint = next((why for suite, why in SUITES.items() if task.lower().startswith(suite)), None)
             near = ", ".join(sorted(name for name in known if name.startswith(task[:5]))[:8])
             raise PoSEError(
                 f"--harness {task}: lm-eval {version()} has no such task. "
-                + (hint or f"Similar: {near or 'none'}; `lm-eval ls tasks` lists all")
+                + (f"Similar: {near}; `lm-eval ls tasks` lists all" if near else hint or "`lm-eval ls tasks` lists all")
             )
     return lm_eval
 
 
+def own_tasks_only(tasks: Sequence[str], include_path: str | None) -> bool:
+    """Whether all are in the folder of one's own, and none is a group, which may name tasks of lm-eval."""
+    return include_path is not None and set(tasks) <= _index(include_path, False)[1]
+
+
 @functools.cache
-def _known(manager: Any, include_path: str | None) -> frozenset[str]:
-    """lm-eval reads some ten thousand YAMLs for that, which takes seconds."""
-    return frozenset(manager(include_path=include_path).all_tasks)
+def _index(include_path: str | None, defaults: bool) -> tuple[frozenset[str], frozenset[str]]:
+    """All names, and those of single tasks. With lm-eval's own it reads ten thousand YAMLs, for many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path, include_defaults=defaults)
+    return frozenset(manager.all_tasks), frozenset(manager.all_subtasks)
 
 
 def is_ruler(task: str) -> bool:
@@ -146,7 +173,8 @@ def harness(
         tokenizer: its tokenizer.
         tokenizer_path: where RULER loads the tokenizer from, to count the tokens of its prompts.
         tasks: names of lm-eval's tasks or groups.
-        lengths: token lengths; RULER makes prompts for each, for other tasks the largest is the limit.
+        lengths: token lengths; RULER and own tasks with a `custom_dataset` are told them (`max_seq_lengths`) and make
+            prompts for each, for other tasks the largest is the limit.
         limit: samples a task; None for all.
         batch_size: prompts in one forward; default 1.
         include_path: a folder with more task YAMLs.
@@ -159,8 +187,7 @@ def harness(
     from lm_eval.tasks import TaskManager
 
     metadata = {"max_seq_lengths": sorted(set(lengths)), "tokenizer": tokenizer_path, "pretrained": tokenizer_path}
-    # RULER's prompts are a little longer than what they are asked to be: its template is not counted.
-    room = max(lengths) + TEMPLATE
+    room = allowed(lengths)
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size or 1, max_length=room)
     seen = _Seen(wrapped, room)
     try:
@@ -169,7 +196,11 @@ def harness(
             tasks=list(tasks),
             limit=limit,
             metadata=metadata,
-            task_manager=TaskManager(include_path=include_path, metadata=metadata),
+            task_manager=TaskManager(
+                include_path=include_path,
+                include_defaults=not own_tasks_only(tasks, include_path),
+                metadata=metadata,
+            ),
             random_seed=seed,
             numpy_random_seed=seed,
             torch_random_seed=seed,

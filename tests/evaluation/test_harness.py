@@ -1,11 +1,12 @@
 """lm-eval: lengths that are passed and checked, a local task of its own, no data from anywhere."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness, scores_of
+from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness, scores_of, version
 from tests.forked import forked
 
 TASK = """task: local_key
@@ -29,7 +30,7 @@ def tasks(tmp_path):
     return tmp_path
 
 
-def case(folder, tokenizer, model, lengths, answer="7"):
+def case(folder, tokenizer, model, lengths, answer="7", task="local_key"):
     """A model that writes one token and then ends."""
     import torch
 
@@ -46,7 +47,7 @@ def case(folder, tokenizer, model, lengths, answer="7"):
 
     model.forward = written
     model.generation_config.eos_token_id = end
-    return harness(model, tokenizer, "unused", ["local_key"], lengths, include_path=str(folder), batch_size=1)
+    return harness(model, tokenizer, "unused", [task], lengths, include_path=str(folder), batch_size=1)
 
 
 def test_a_local_task_has_the_known_score(tasks, tokenizer, make_llama):
@@ -66,6 +67,83 @@ def test_a_prompt_that_would_be_cut_stops_the_run_before_the_model_runs(tasks, t
             case(tasks, tokenizer, make_llama(), [64])
 
     forked(refused)
+
+
+BY_LENGTH = """task: own_by_length
+dataset_path: ""
+custom_dataset: !function rows.made
+output_type: generate_until
+test_split: test
+doc_to_text: "{{prompt}}"
+doc_to_target: "7"
+generation_kwargs: {do_sample: false, max_gen_toks: 2, until: []}
+process_results: !function rows.scored
+metric_list:
+  - {metric: "64", aggregation: !function rows.mean, higher_is_better: true}
+  - {metric: "128", aggregation: !function rows.mean, higher_is_better: true}
+"""
+ROWS = """import datasets
+
+WORD = " is"
+
+
+def made(max_seq_lengths, tokenizer, **rest):
+    # For each length a row that is answered right and one that is not; with its answer it has just that many tokens.
+    rows = [{"prompt": WORD * (n - 2), "length": n, "answer": a} for n in max_seq_lengths for a in "73"]
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def scored(doc, results):
+    other = {"64": -1.0, "128": -1.0}
+    return {**other, str(doc["length"]): float(results[0].strip() == doc["answer"])}
+
+
+def mean(scores):
+    told = [score for score in scores if score >= 0]
+    return sum(told) / len(told) if told else -1.0
+"""
+
+
+def test_tasks_of_ones_own_are_told_the_lengths(tmp_path, tokenizer, make_llama):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "own.yaml").write_text(BY_LENGTH)
+    (tmp_path / "rows.py").write_text(ROWS)
+    assert len(tokenizer(" is")["input_ids"]) == 1
+
+    def measured():
+        return [case(tmp_path, tokenizer, make_llama(), n, task="own_by_length") for n in ([64, 128], [128])]
+
+    both, long = forked(measured).value
+    assert both.scores == {"own_by_length 64": 0.5, "own_by_length 128": 0.5} and both.longest == 128
+    assert long.scores == {"own_by_length 128": 0.5} and long.lengths == (128,)
+
+    def too_long():
+        with pytest.raises(PoSEError, match=r"the longest of 4 lm-eval prompts has 132 .* allows \(68\)"):
+            case(tmp_path, tokenizer, make_llama(), [32, 64], task="own_by_length")
+
+    (tmp_path / "rows.py").write_text(ROWS.replace("(n - 2)", "130"))
+    forked(too_long)
+
+
+INFINITE = """include: {folder}/infinitebench_passkey.yaml
+task: own_passkey
+dataset_path: json
+dataset_kwargs: {{data_files: {{passkey: {rows}}}}}
+"""
+
+
+def test_infinitebench_as_lm_eval_scores_it(tmp_path, tokenizer, make_llama):
+    """Its own task and rule on rows of ours: the data would come from the network."""
+    lm_eval = pytest.importorskip("lm_eval")
+    folder = Path(lm_eval.__file__).parent / "tasks" / "infinitebench"
+    if not folder.is_dir():
+        pytest.skip(f"lm-eval {version()} has no InfiniteBench; 0.4.12 has")
+    row = {"id": 0, "context": "The pass key is 7.", "input": "What is the pass key?", "options": []}
+    rows = [{**row, "answer": [answer]} for answer in "7773"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.yaml").write_text(INFINITE.format(folder=folder, rows=tmp_path / "rows.jsonl"))
+    result = forked(case, tmp_path, tokenizer, make_llama(), [128], "7", "own_passkey").value
+    assert result.scores == {"own_passkey score": 0.75}
 
 
 def test_scores_by_length_and_what_ruler_has_not_measured():
@@ -91,8 +169,9 @@ def test_scores_by_length_and_what_ruler_has_not_measured():
             "lengths=2048 with niah_single_1: RULER in lm-eval cannot make prompts below 4096",
         ),
         (["ruler"], [512], "--tasks needle, which has no such limit"),
-        (["infinitebench_kv"], [4096], "has no such task. lm-eval has no InfiniteBench tasks"),
-        (["helmet"], [4096], "has no such task. HELMET has no tasks in lm-eval"),
+        (["ruler_vt"], [4096, 6000], "lengths=6000 with ruler_vt: RULER in lm-eval gives no figure for it; use those"),
+        (["infinitebench_kv"], [4096], "has no such task. (InfiniteBench is in lm-eval from 0.4.12 on|Similar: infin)"),
+        (["helmet"], [4096], "has no such task. HELMET has no tasks in lm-eval up to"),
         (["longbench_nope"], [4096], "Similar: longb"),
     ],
 )
@@ -101,6 +180,11 @@ def test_bad_input(asked, lengths, message):
         pytest.importorskip("lm_eval")
     with pytest.raises(PoSEError, match=message):
         require_harness(asked, lengths)
+
+
+def test_a_folder_that_is_none():
+    with pytest.raises(PoSEError, match="--harness-path /nowhere is no folder"):
+        require_harness(["local_key"], [64], "/nowhere")
 
 
 def test_without_lm_eval(monkeypatch):
