@@ -55,6 +55,21 @@ def test_a_failure_of_one_rank_stops_both(who):
     )
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_rank_that_is_interrupted_leaves_no_other_waiting(kind):
+    """It does not stay to tell: that it is gone ends the others."""
+
+    def case(rank):
+        with together():
+            if rank == 1:
+                raise kind
+        return "went on"
+
+    first, second = ranks(joined, case)
+    assert str(first).startswith("RuntimeError: ") and "peer" in str(first).splitlines()[0]
+    assert str(second).startswith(kind.__name__)
+
+
 def test_ranks_that_find_nothing_go_on_together():
     def case(rank):
         with together():

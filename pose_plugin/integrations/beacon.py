@@ -8,6 +8,7 @@ A trainer whose model has a trainable Beacon adapter is bound when it begins to 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +16,18 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from pose_plugin.beacon import IntervalSampler, check_beacon_gradients, find_tuner, set_ratio_step
+from pose_plugin.beacon import (
+    IntervalSampler,
+    beacon_gradient_norm,
+    check_beacon_gradients,
+    find_tuner,
+    set_ratio_step,
+)
 from pose_plugin.beacon.guards import check_checkpointing
 from pose_plugin.beacon.layer import BeaconLayer
 from pose_plugin.errors import PoSEError
 from pose_plugin.log import log, show_log
+from pose_plugin.ranks import gather, together
 
 
 def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconCallback:
@@ -79,12 +87,30 @@ class BeaconCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._watch is None:
             return
-        norm = check_beacon_gradients(kwargs["model"], gradient=self._watch.norm)
+        norm = self._norm(kwargs["model"])
         if norm is not None:
             self._watch.remove()
             self._watch, self._judged = None, True
             if state.is_world_process_zero:
                 log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
+
+    def _norm(self, model: Any) -> float | None:
+        """Of the gradients of all ranks; None where nothing was condensed on any.
+
+        Ranks read rows of their own, and one whose labels all stand before its first beacon leaves no gradient. That is
+        no fault while another leaves one; and where none does, all stop.
+        """
+        assert self._watch is not None
+        condensed = find_tuner(model).condensed_since_step
+        own = beacon_gradient_norm(model, self._watch.norm) if condensed else None
+        norms = [each for each in gather(own) if each is not None]
+        if not norms:
+            return None
+        norm = math.hypot(*norms)
+        if not 0 < norm < math.inf:
+            with together():
+                check_beacon_gradients(model, gradient=self._watch.norm)
+        return norm
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._watch is not None:

@@ -269,6 +269,28 @@ def test_two_ranks_draw_and_learn_what_one_process_does(home, single, strategy):
     assert saved[0].keys() == saved[1].keys()
 
 
+def without_gradient(folder: Path, ranks_without: list[str]) -> list[str]:
+    """A run of one step in which these ranks see no gradient, as of rows without a label behind the first interval."""
+    import torch
+
+    from pose_plugin.integrations.beacon import GradientWatch
+
+    if os.environ["RANK"] in ranks_without:
+        GradientWatch.norm = lambda self, parameter: torch.zeros(())  # type: ignore[method-assign]
+    distributed.on_cpu("ddp")
+    trainer = trainer_of(folder, max_steps=1, gradient_checkpointing=False, output_dir=str(folder / "none"))
+    trainer.train()
+    return [type(each).__name__ for each in trainer.callback_handler.callbacks]
+
+
+def test_one_rank_without_a_gradient_is_no_fault_and_where_none_has_one_all_stop(home):
+    environment = distributed.environment(distributed.Case("trl", "ddp", "lora"))
+    found = good_ranks(without_gradient, home, ["1"], **environment)
+    assert [one.output.count("the first step that condensed left a gradient of norm") for one in found] == [1, 0]
+    for error in ranks(without_gradient, home, ["0", "1"], **environment):
+        assert isinstance(error, CaseError) and str(error).startswith("PoSEError: gradient: the beacons' gradient norm")
+
+
 def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradient(home):
     """TRL's defaults."""
     pytest.importorskip("deepspeed")
