@@ -28,7 +28,8 @@ class Architecture:
         hidden, intermediate, layers, heads, head_dim, key_value_heads, vocabulary: as in the config.
         embeddings: of the input; a tied output head adds none.
         head: of the output head, 0 where it is tied.
-        linear: of a layer's linear maps by name, biases not counted.
+        linear: of a layer's linear maps by name, (in, out).
+        biases: of these maps, where they have one.
         other: norms and biases of all layers, and the last norm.
         norms: of a layer by name.
         experts: copies of the MLP in a layer, 1 without a mixture.
@@ -45,6 +46,7 @@ class Architecture:
     embeddings: int
     head: int
     linear: Mapping[str, tuple[int, int]]
+    biases: Mapping[str, int]
     other: int
     norms: Mapping[str, int]
     experts: int
@@ -96,7 +98,10 @@ class Architecture:
         PEFT takes every module whose name ends in one of the names: `norm` is all norms.
         """
         sizes = {"embed_tokens": self.embeddings, "lm_head": self.head or self.embeddings, "norm": self.hidden}
-        sizes |= {name: self.layers * a * b * self.copies(name) for name, (a, b) in self.linear.items()}
+        sizes |= {
+            name: self.layers * self.copies(name) * (a * b + self.biases.get(name, 0))
+            for name, (a, b) in self.linear.items()
+        }
         sizes |= {name: self.layers * size for name, size in self.norms.items()}
         endings = tuple(name.rsplit(".", 1)[-1] for name in names)
         return sum(size for name, size in sizes.items() if endings and name.endswith(endings))
@@ -140,9 +145,9 @@ def architecture(config: Any) -> Architecture:
         "down_proj": (width, hidden),
     }
     biased = family in _BIASED or lookup(text, "attention_bias", False)
-    biases = queries + 2 * key_values if biased else 0
-    biases += hidden if biased and family not in _BIASED else 0
-    biases += 2 * width + hidden if lookup(text, "mlp_bias", False) else 0
+    biases = {"q_proj": queries, "k_proj": key_values, "v_proj": key_values} if biased else {}
+    biases |= {"o_proj": hidden} if biased and family not in _BIASED else {}
+    biases |= {"gate_proj": width, "up_proj": width, "down_proj": hidden} if lookup(text, "mlp_bias", False) else {}
     norms = dict.fromkeys(_NORMS.get(family, _TWO), hidden)
     norms |= dict.fromkeys(("q_norm", "k_norm"), head_dim) if family in _HEAD_NORMS else {}
     router = hidden * experts if experts > 1 else 0
@@ -159,7 +164,8 @@ def architecture(config: Any) -> Architecture:
         embeddings=vocabulary * hidden,
         head=0 if tied else vocabulary * hidden,
         linear=linear,
-        other=layers * (sum(norms.values()) + biases + router) + hidden,
+        biases=biases,
+        other=layers * (sum(norms.values()) + sum(biases.values()) + router) + hidden,
         norms=norms,
         experts=experts,
         experts_used=number("num_experts_per_tok", 1) if experts > 1 else 1,

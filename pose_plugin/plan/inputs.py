@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pose_plugin._autoload import FORGOTTEN_LINE
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
+from pose_plugin.plan.keys import unknown_keys
 from pose_plugin.plan.memory import Run
+from pose_plugin.plan.setup import FUSED_LOSSES, keeps_remainders, method, number, optimizer, sharding
 from pose_plugin.serving.base import read_json
-
-_OPTIMIZERS = {
-    "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_4bit"),
-    "adamw_8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-    "lion": ("lion_32bit", "paged_lion_32bit", "lion_pytorch"),
-    "lion_8bit": ("lion_8bit", "paged_lion_8bit"),
-    "adafactor": ("adafactor",),
-    "sgd": ("sgd",),
-}
-_ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_FUSED = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,12 @@ class Inputs:
         rows: of the data set; None where they are not known.
         packed: several documents share a row.
         chat: rows are made by a chat template.
+        beacon: the values of the YAML, where its adapter is beacon; else None.
+        bf16: how the YAML asks for bf16, where the trained weights are then kept in it; None where small steps are not
+            rounded away.
+        learning_rate: where the YAML has one.
         notes: what was taken for granted.
+        warnings: of keys and plugins.
     """
 
     base: str
@@ -52,7 +48,11 @@ class Inputs:
     rows: int | None = None
     packed: bool = False
     chat: bool = False
+    beacon: Mapping[str, Any] | None = None
+    bf16: str | None = None
+    learning_rate: float | None = None
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs:
@@ -79,7 +79,15 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
         raise PoSEError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(cfg, dict) or not cfg.get("base_model") or not isinstance(cfg["base_model"], str):
         raise PoSEError(f"{path} has no base_model: an Axolotl YAML is needed")
-    return from_values(cfg, base, **given)
+    found = from_values(cfg, base, **given)
+    warnings = unknown_keys(cfg)
+    if (found.settings or found.beacon is not None) and not _names_us(cfg):
+        warnings.append(FORGOTTEN_LINE)
+    return replace(found, warnings=warnings)
+
+
+def _names_us(cfg: Mapping[str, Any]) -> bool:
+    return any(str(name).startswith("pose_plugin") for name in cfg.get("plugins") or [])
 
 
 def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -> Inputs:
@@ -87,7 +95,10 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     notes: list[str] = []
     name = str(cfg["base_model"])
     config = base_config(base or cfg.get("base_model_config") or name, name)
-    window = _number(cfg, "sequence_len", None)
+    window = number(cfg, "sequence_len", None)
+    beacon = cfg if cfg.get("adapter") == "beacon" else None
+    if beacon is not None or cfg.get("beacon") is not None:
+        _refuse_as_the_run(cfg, notes)
     settings = None
     if cfg.get("pose") is not None:
         block = cfg["pose"]
@@ -97,58 +108,78 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     size = (settings.train_length if settings else None) or window
     if not size:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
-    batch, accumulate = _number(cfg, "micro_batch_size", 1), _number(cfg, "gradient_accumulation_steps", 1)
+    batch, accumulate = number(cfg, "micro_batch_size", 1), number(cfg, "gradient_accumulation_steps", 1)
     gpus = int(given.get("gpus") or 1)
     rows = given.get("rows") or _rows(cfg, notes)
     run = replace(
-        _method(cfg, notes), **_sharding(cfg, notes), gpus=gpus, rows=batch, window=int(size),
-        optimizer=_optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
+        method(cfg, notes), **sharding(cfg, notes), gpus=gpus, rows=batch, window=int(size),
+        optimizer=optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
         checkpointing=bool(cfg.get("gradient_checkpointing")),
         eager=cfg.get("attn_implementation") == "eager",
-        fused_loss=any(cfg.get(key) for key in _FUSED),
+        fused_loss=any(cfg.get(key) for key in FUSED_LOSSES),
     )  # fmt: skip
     packed = bool(cfg.get("sample_packing"))
     # -1, as 0, leaves it to the epochs.
-    steps = given.get("steps") or max(_number(cfg, "max_steps", 0, least=-1), 0)
+    steps = given.get("steps") or max(number(cfg, "max_steps", 0, least=-1), 0)
     if not steps and rows:
-        if packed and not given.get("rows"):
-            notes.append(
-                f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
-                "as counted here; Axolotl logs the number"
-            )
-        if not packed and not given.get("rows") and any(each.get("type") == "completion" for each in _datasets(cfg)):
-            notes.append(
-                f"each of the {rows} lines is counted as one row, but type completion makes several of a text longer "
-                "than sequence_len, so there may be more steps than counted here; Axolotl logs the number"
-            )
-        epochs = _number(cfg, "num_epochs", 1, least=0, whole=False) or 1
+        if not given.get("rows"):
+            notes += _of_rows(rows, packed, any(each.get("type") == "completion" for each in _datasets(cfg)))
+        epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
         steps = max(1, int(rows * epochs / (batch * accumulate * gpus)))
     return Inputs(
         base=name, config=config, settings=settings, run=run, accumulate=accumulate,
         steps=int(steps) if steps else None, rows=rows, packed=packed,
-        chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)), notes=notes,
+        chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
+        beacon=beacon, bf16=_narrow(cfg, run),
+        learning_rate=number(cfg, "learning_rate", None, least=0, whole=False), notes=notes,
     )  # fmt: skip
 
 
-def _number(cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True) -> Any:
-    """A number of the YAML; Raises PoSEError for what is none, or below `least`."""
-    value = cfg.get(key)
-    if value is None:
-        return default
+def _refuse_as_the_run(cfg: Mapping[str, Any], notes: list[str]) -> None:
+    """What the real run refuses of a `beacon:` block and beside it, by the same function.
+
+    Raises:
+        PoSEError: as the run would.
+    """
     try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not least <= number < math.inf or (whole and number != int(number)):
-        raise PoSEError(f"{key}={value!r} cannot work: a {'whole ' * whole}number of at least {least:g} is needed")
-    return int(number) if whole else number
+        from pose_plugin.integrations.axolotl_beacon import prepare
+
+        # It sets keys as the run needs them.
+        prepare(copy.deepcopy(dict(cfg)))
+    except ImportError:
+        notes.append('the `beacon:` block is not checked: PEFT is missing, pip install "peft>=0.20"')
 
 
-def _block(cfg: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = cfg.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise PoSEError(f"{key}={value!r} is no block of keys; write them indented below `{key}:`")
-    return value
+def _narrow(cfg: Mapping[str, Any], run: Run) -> str | None:
+    """How bf16 is asked for, where trained weights stay in it without a float32 copy."""
+    asked = next((f"{key}={cfg[key]}" for key in ("bf16", "bfloat16") if cfg.get(key)), None)
+    if asked is None and cfg.get("bf16") is None:
+        asked = "bf16=auto, the default"
+    if cfg.get("fp16"):
+        asked = None
+    kept = run.master or run.trained_bytes != 2 or keeps_remainders(cfg)
+    return None if kept else asked
+
+
+def _of_rows(rows: int, packed: bool, completion: bool) -> list[str]:
+    """How lines of a file and rows of the training differ."""
+    if packed and completion:
+        return [
+            f"steps are counted as if each of the {rows} lines were a row, and there may be more or fewer: type "
+            "completion makes several pieces of a text longer than sequence_len (and leaves out what is behind 64 of "
+            "them), and sample_packing puts several pieces into a row. Axolotl logs the number"
+        ]
+    if packed:
+        return [
+            f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
+            "as counted here; Axolotl logs the number"
+        ]
+    if completion:
+        return [
+            f"each of the {rows} lines is counted as one row, but type completion makes several of a text longer "
+            "than sequence_len, so there may be more steps than counted here; Axolotl logs the number"
+        ]
+    return []
 
 
 def _datasets(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -192,83 +223,6 @@ def _cached(name: str) -> Path | None:
         return None
 
 
-def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
-    adapter = cfg.get("adapter")
-    # Axolotl without bf16 and fp16 computes in float32, as models are then loaded.
-    wide = 2 if cfg.get("bf16") in (True, "auto", None) or cfg.get("fp16") else 4
-    if adapter is None:
-        return Run(method="full", weight_bytes=wide, trained_bytes=wide)
-    quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
-    if adapter == "beacon":
-        block = _block(cfg, "beacon")
-        notes.append("rows that beacons add to a text are not counted in the memory of activations")
-        targets = block.get("target_modules") or ["q_proj", "k_proj", "v_proj", "o_proj"]
-        return Run(
-            method="beacon",
-            lora_rank=_number(block, "rank", 0, least=0),
-            lora_targets=[targets] if isinstance(targets, str) else list(targets),
-            quantised=quantised,
-            weight_bytes=wide,
-            trained_bytes=4 if block.get("dtype") == "float32" else wide,
-        )
-    if adapter not in ("lora", "qlora"):
-        notes.append(f"adapter={adapter} is reckoned as LoRA")
-    elif adapter == "qlora" and not quantised:
-        notes.append("adapter=qlora without load_in_4bit: true is refused by Axolotl; reckoned as LoRA")
-    saved = cfg.get("lora_modules_to_save") or []
-    if not isinstance(saved, list):
-        raise PoSEError(f"lora_modules_to_save={saved!r} is no list; write [{saved}]")
-    given = cfg.get("lora_target_modules")
-    targets = list(given) if isinstance(given, list) else []
-    if isinstance(given, str) and given != "all-linear" and not cfg.get("lora_target_linear"):
-        notes.append(f"lora_target_modules={given} is reckoned as all linear maps")
-    if cfg.get("lora_target_linear") or not targets:
-        targets = [*_ALL_LINEAR, *(name for name in targets if name not in _ALL_LINEAR)]
-    methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
-    return Run(
-        method=methods[quantised],
-        lora_rank=_number(cfg, "lora_r", 8),
-        lora_targets=targets,
-        saved_modules=saved,
-        quantised=quantised,
-        weight_bytes=wide,
-        trained_bytes=4,
-    )
-
-
-def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    if cfg.get("fsdp_config") or cfg.get("fsdp_version") or cfg.get("fsdp"):
-        block = _block(cfg, "fsdp_config")
-        offload = bool(block.get("offload_params") or block.get("fsdp_offload_params"))
-        whole = block.get("reshard_after_forward", block.get("fsdp_reshard_after_forward", True))
-        # Gathered weights that are kept until the backward pass are whole at its beginning.
-        return {"stage": 3 if whole else 2, "offload": offload, "master": cfg.get("adapter") is None}
-    path = cfg.get("deepspeed")
-    if not path:
-        return {}
-    try:
-        block = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else path
-    except (OSError, ValueError):
-        stage = next((n for n in (1, 2, 3) if f"zero{n}" in str(path)), 0)
-        notes.append(f"deepspeed={path} cannot be read here; taken for ZeRO-{stage} by its name")
-        return {"stage": stage, "master": cfg.get("adapter") is None}
-    zero = _block(_block({"deepspeed": block}, "deepspeed"), "zero_optimization")
-    device = _block(zero, "offload_optimizer").get("device")
-    return {
-        "stage": _number(zero, "stage", 0, least=0),
-        "offload": device not in (None, "none"),
-        "master": cfg.get("adapter") is None,
-    }
-
-
-def _optimizer(name: str, notes: list[str]) -> str:
-    for known, names in _OPTIMIZERS.items():
-        if name in names or name == known:
-            return known
-    notes.append(f"optimizer={name} is reckoned as AdamW")
-    return "adamw"
-
-
 def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
     """Lines of local JSON lines files; None if any part of the data is somewhere else."""
     count = 0
@@ -280,7 +234,7 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
             count += sum(bool(line.strip()) for line in file)
     if count and cfg.get("val_set_size"):
         notes.append(f"val_set_size={cfg['val_set_size']} takes its part of the {count} rows")
-        share = _number(cfg, "val_set_size", 0, least=0, whole=False)
+        share = number(cfg, "val_set_size", 0, least=0, whole=False)
         held = count * share if share < 1 else share
         if held >= count:
             raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")

@@ -28,6 +28,7 @@ _BITS = {"nf4": NF4_BITS, "nf4-single": NF4_BITS_SINGLE, "int8": 8.0}
 OPTIMIZERS: dict[str, tuple[int, float | None]] = {
     "adamw": (2, None),
     "adamw_8bit": (2, 1 + 4 / 256),
+    "adamw_4bit": (2, 0.5 + 4 / 128),
     "lion": (1, None),
     "lion_8bit": (1, 1 + 4 / 256),
     "adafactor": (0, None),

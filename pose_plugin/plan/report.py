@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.training import Plan
 
 _METHODS = {
@@ -17,7 +18,9 @@ def text(plan: Plan) -> str:
     """The whole plan, section by section; every number of memory is reckoned and says so."""
     inputs = plan.inputs
     parts = [f"Plan for {inputs.base}\n"]
-    if plan.target is None:
+    if plan.beacon is not None:
+        parts.append(_beacon(plan.beacon))
+    elif plan.target is None:
         parts.append(f"Window     {plan.window} tokens; nothing is extended")
     else:
         parts.append(f"Window     {plan.window} tokens are trained, {plan.target} are wanted ({_sampler(plan)})")
@@ -31,6 +34,37 @@ def text(plan: Plan) -> str:
     parts += [f"\nNote: {note}" for note in inputs.notes]
     parts += [f"\nWarning: {warning}" for warning in plan.warnings]
     return "\n".join(parts)
+
+
+def _beacon(beacon: BeaconPlan) -> str:
+    """How long texts are read in a window that stays as it is."""
+    drawn = {"random": ", one drawn for each interval", "instance": ", one drawn for each text"}
+    ratios = ", ".join(map(str, beacon.ratios))
+    policy = str(beacon.train_ratio)
+    lines = [
+        f"Window     {beacon.window} tokens; texts of up to {beacon.text} are read in intervals of {beacon.interval}",
+        f"Beacons    layout {beacon.layout}, " + (f"mask {beacon.mask}, " if beacon.layout == "v1" else "")
+        + (f"ratios {ratios}{drawn[policy]}" if policy in drawn else f"ratio {policy} (of {ratios})"),
+    ]  # fmt: skip
+    if beacon.refused is None and beacon.intervals and beacon.fewest is not None and beacon.most is not None:
+        held = f"{beacon.fewest:,}"
+        if beacon.most != beacon.fewest:
+            held += f" to {beacon.most:,}"
+        lines += [
+            f"           at the end of {beacon.text} tokens {beacon.intervals} intervals stand condensed in {held} "
+            "beacons,",
+            f"           and {beacon.raw:,} tokens raw; no position passes {beacon.farthest:,}, and the window ends at "
+            f"{beacon.window - 1:,}",
+        ]
+    if not beacon.intervals:
+        reading = "so short a text is read as by the base"
+    elif beacon.reading:
+        reading = f"`adapt` takes ratio {beacon.reading} for {beacon.text} tokens"
+    else:
+        reading = f"`adapt` has no ratio for {beacon.text} tokens"
+    longest = f"{max(beacon.readable, 0):,} tokens are the most, with room for {beacon.headroom:,} more"
+    lines.append(f"Reading    {reading}; {longest}")
+    return "\n".join(lines)
 
 
 def _sampler(plan: Plan) -> str:

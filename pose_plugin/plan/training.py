@@ -10,9 +10,11 @@ import numpy as np
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.plan.architecture import Architecture, architecture
+from pose_plugin.plan.beacon import BeaconPlan, plan_beacon
 from pose_plugin.plan.inputs import Inputs
 from pose_plugin.plan.memory import Memory, memory
 from pose_plugin.positions import Coverage, coverage, simulable
+from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import RopePlan, plan_rope
 from pose_plugin.rope.read import as_config, read_rope
 
@@ -21,6 +23,7 @@ FEW_ROWS = 100
 # arXiv 2309.10400: 1000 steps of 64 rows.
 PAPER_ROWS = 64_000
 _DRAWS, _DRAWS_OF_MANY_CHUNKS = 4000, 400
+_NO_STEPS = "the number of steps is not known here: give --steps, or --rows of the data set"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Plan:
     memory_full_length: Memory | None
     rope: RopePlan | None = None
     seen: Coverage | None = None
+    beacon: BeaconPlan | None = None
     buckets: list[Bucket] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     gpu_bytes: float | None = None
@@ -80,14 +84,22 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
         PoSEError: settings that cannot work, with the key, its value and the way out.
     """
     # As the model's own defaults stand for keys that a config.json leaves out.
-    model = architecture(as_config(dict(inputs.config)))
+    config = as_config(dict(inputs.config))
+    model = architecture(config)
     used = memory(model, inputs.run)
     settings = inputs.settings
     gpu_bytes = gpu_gib * 2**30 if gpu_gib else None
-    if settings is None:
-        plan = Plan(inputs, model, used, None, gpu_bytes=gpu_bytes)
+    rope = plan_rope(dict(inputs.config), settings.target_length, settings.rope) if settings else None
+    if settings is None or rope is None or inputs.beacon is not None:
+        if inputs.beacon is not None:
+            if settings:
+                stretched = rope_overrides(dict(inputs.config), settings.target_length, settings.rope)
+                config = as_config({**dict(inputs.config), **stretched})
+            beacon = plan_beacon(inputs.beacon, config, inputs.run.window)
+        else:
+            beacon = None
+        plan = Plan(inputs, model, used, None, rope, beacon=beacon, gpu_bytes=gpu_bytes)
         return replace(plan, warnings=_warnings(plan))
-    rope = plan_rope(dict(inputs.config), settings.target_length, settings.rope)
     whole = memory(model, replace(inputs.run, window=settings.target_length))
     seen = None
     if settings.train_length and simulable(settings):
@@ -121,9 +133,10 @@ def _buckets(plan: Plan) -> list[Bucket]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    said = list(plan.rope.warnings) if plan.rope else []
     inputs, settings = plan.inputs, plan.inputs.settings
-    said += _of_coverage(plan)
+    said = [*inputs.warnings, *(plan.rope.warnings if plan.rope else ())]
+    said += _of_beacon(plan) if inputs.beacon is not None else _of_coverage(plan)
+    said += _of_precision(plan)
     if not plan.model.known:
         said.append(
             f"parameters of model type {inputs.config.get('model_type')!r} are counted as a Llama's of the same sizes"
@@ -133,6 +146,8 @@ def _warnings(plan: Plan) -> list[str]:
             f"{plan.memory.total / 2**30:.1f} GiB are reckoned on each GPU, which has {plan.gpu_bytes / 2**30:g}. "
             f"{_less(plan)}"
         )
+    if inputs.beacon is not None:
+        return said
     if settings is None:
         said.append("there is no `pose:` block: nothing is extended, and only tokens and memory are planned")
         return said
@@ -157,7 +172,7 @@ def _of_coverage(plan: Plan) -> list[str]:
     if plan.inputs.settings is None or plan.target is None:
         return said
     if plan.inputs.steps is None:
-        said.append("the number of steps is not known here: give --steps, or --rows of the data set")
+        said.append(_NO_STEPS)
     if plan.seen is None:
         said.append("the target is too long to simulate; see pose-plugin coverage with smaller numbers")
         return said
@@ -170,7 +185,9 @@ def _of_coverage(plan: Plan) -> list[str]:
         )
     rows = plan.rows
     if rows:
-        rare = np.flatnonzero(chances[: max(plan.target - plan.window, 1)] * rows < FEW_ROWS)
+        before = chances[: max(plan.target - plan.window, 1)]
+        # Those that are in no row have been told.
+        rare = np.flatnonzero((before * rows < FEW_ROWS) & ((before > 0) | (never.size <= plan.target * 0.05)))
         if rare.size:
             said.append(
                 f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
@@ -182,6 +199,55 @@ def _of_coverage(plan: Plan) -> list[str]:
                 "twentieth of that is little to learn new distances from"
             )
     return said
+
+
+def _of_beacon(plan: Plan) -> list[str]:
+    said: list[str] = []
+    if plan.inputs.steps is None:
+        said.append(_NO_STEPS)
+    beacon = plan.beacon
+    if beacon is None:
+        return said
+    if beacon.refused:
+        said.append(
+            f"a text of sequence_len={beacon.text} tokens will stop the training: {beacon.refused}. A smaller "
+            "sequence_len cuts texts shorter"
+        )
+    elif not beacon.intervals:
+        said.append(
+            f"sequence_len={beacon.text} is no longer than beacon.interval={beacon.interval}: no text is condensed, so "
+            "nothing is trained, and the run ends with a warning. Raise sequence_len, or lower the interval"
+        )
+    return said
+
+
+# A step is lost up and down in every bf16 weight of more than 512 steps: its neighbours are 1/256 of it away or more.
+_LOST_BEYOND = 512
+
+
+def _of_precision(plan: Plan) -> list[str]:
+    inputs, run = plan.inputs, plan.inputs.run
+    rate = inputs.learning_rate
+    if inputs.bf16 is None or run.method not in ("full", "beacon") or (rate and rate * _LOST_BEYOND >= 1):
+        return []
+    small = (
+        f"a step as long as learning_rate={rate:g} is rounded away in every weight above {rate * _LOST_BEYOND:.2g}"
+        if rate
+        else "small steps are rounded away"
+    )
+    if run.method == "beacon":
+        ways = "`dtype: float32` in the `beacon:` block, or DeepSpeed"
+    elif run.stage >= 2 and not run.master:
+        ways = (
+            "deepspeed: …/zero3.json in the place of FSDP 2, or optimizer: adamw_torch_8bit with optim_args: "
+            "{bf16_stochastic_round: true} and fp32_norms: true"
+        )
+    else:
+        ways = (
+            "deepspeed: …/zero2.json, on one GPU too, or optimizer: adamw_torch_8bit with optim_args: "
+            "{bf16_stochastic_round: true}, or bf16: false, or an adapter"
+        )
+    return [f"{inputs.bf16} keeps the trained weights in bf16, with no float32 copy of them: {small}. Ways out: {ways}"]
 
 
 def _of_frozen(plan: Plan, original: int) -> list[str]:
@@ -240,6 +306,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "all": step * inputs.steps if inputs.steps else None,
             "all_full_length": plan.rows * plan.target if plan.rows and plan.target else None,
         },
+        "beacon": plan.beacon.as_dict() if plan.beacon else None,
         "coverage": [bucket.__dict__ for bucket in plan.buckets],
         "parameters": {"all": plan.model.total, "trained": plan.memory.trained_parameters},
         "memory_bytes": {**plan.memory.parts(), "total": plan.memory.total},
@@ -254,5 +321,6 @@ def require_settings(plan: Plan) -> None:
     """Raises PoSEError where a picture of the coverage was asked for and there is none."""
     if plan.seen is None:
         raise PoSEError(
-            "--output draws the coverage by distance, and this run has none: no `pose:` block, or no window"
+            "--output draws the coverage by distance, and this run has none: no `pose:` block, no window, or "
+            "adapter: beacon, which skips no distances"
         )

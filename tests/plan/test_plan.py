@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -87,12 +88,16 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
         ({"bf16": False, "fp16": False}, {"weight_bytes": 4, "trained_bytes": 4}),
         ({"deepspeed": str(ROOT / "example_configs/deepspeed/zero3.json")}, {"stage": 3, "master": True}),
         ({"deepspeed": "deepspeed_configs/zero2.json"}, {"stage": 2}),
-        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, {"stage": 3, "offload": False}),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}},
+         {"stage": 3, "offload": False, "master": False}),
+        ({"fsdp_version": 1, "fsdp_config": {"offload_params": True}}, {"stage": 3, "offload": True, "master": True}),
+        ({"bf16": None, "bfloat16": True}, {"weight_bytes": 2}),
         (
             {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
             {"stage": 2, "offload": True},
         ),
         ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optimizer": "adamw_torch_4bit"}, {"optimizer": "adamw_4bit"}),
         ({"optimizer": "muon"}, {"optimizer": "adamw"}),
         ({"gradient_checkpointing": True, "liger_fused_linear_cross_entropy": True},
          {"checkpointing": True, "fused_loss": True}),
@@ -100,7 +105,7 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
          {"method": "qlora", "lora_rank": 32, "lora_targets": ["q_proj"], "trained_bytes": 4, "quantised": "nf4"}),
         ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True},
          {"method": "8bit", "quantised": "int8"}),
-        ({"adapter": "beacon", "beacon": {"interval": 1024}},
+        ({"adapter": "beacon", "beacon": {"interval": 1024}, "pose": None},
          {"method": "beacon", "lora_rank": 0, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
         ({"attn_implementation": "eager"}, {"eager": True}),
     ],
@@ -119,6 +124,10 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     assert from_values(values(base, **data), gpus=2, steps=7).steps == 7
     packed = from_values(values(base, **data, sample_packing=True), gpus=2)
     assert "at most as many steps" in packed.notes[0]
+    # Seen in Axolotl 0.19 and 0.21; see test_rows_of_type_completion.
+    both = {**data, "sample_packing": True, "datasets": [{**data["datasets"][0], "type": "completion"}]}
+    (said,) = from_values(values(base, **both)).notes
+    assert "more or fewer" in said and "behind 64" in said and "at most" not in said
     cut = {**data, "datasets": [{**data["datasets"][0], "type": "completion"}]}
     assert "there may be more steps" in from_values(values(base, **cut)).notes[0]
     assert not from_values(values(base, **cut), rows=96).notes
@@ -126,6 +135,34 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
     assert "the number of steps is not known here" in " ".join(make_plan(unknown, draws=50).warnings)
+
+
+@pytest.mark.axolotl
+@pytest.mark.parametrize("lengths, rows, packed", [([10] * 12, 12, 3), ([199] * 3, 12, 12), ([6400], 64, 64)])
+def test_rows_of_type_completion(tmp_path, lengths, rows, packed):
+    """What the notes say, from Axolotl itself: pieces of a text, what is behind 64 of them, and packs of them."""
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
+    from axolotl.prompt_strategies.completion import load
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.samplers import MultipackBatchSampler
+    from torch.utils.data import SequentialSampler
+
+    from tests.conftest import make_tokenizer
+
+    strategy = load(make_tokenizer(), DictDefault({"sequence_len": 50, "train_on_inputs": False}), {"field": "text"})
+    made = strategy.tokenize_prompt({"text": [" ".join(["w40"] * length) for length in lengths]})["input_ids"]
+    assert len(made) == rows and max(map(len, made)) <= 50
+    sampler = MultipackBatchSampler(
+        SequentialSampler(range(len(made))),
+        lengths=np.array(list(map(len, made))),
+        batch_max_len=50,
+        batch_size=1,
+        group_size=100,
+        bin_size=100,
+        drop_last=False,
+        num_processes=1,
+    )
+    assert sum(len(batch) for batch in sampler) == packed
 
 
 LORA = {"adapter": "lora", "lora_r": 8, "lora_target_linear": True}
@@ -141,6 +178,13 @@ FAR = {"pose": {"target_length": 131072, "rope": "yarn"}}
         ({**LORA, **FAR}, {}, "leaves embeddings and norms frozen"),
         ({**LORA, **FAR, "lora_modules_to_save": ["embed_tokens"]}, {}, "leaves norms frozen"),
         ({}, {"gpu_gib": 24}, "GiB are reckoned on each GPU, which has 24. What takes less: gradient_checkpointing"),
+        ({"learning_rate": 1e-5}, {}, "bf16=True keeps the trained weights in bf16, with no float32 copy of them: a "
+         "step as long as learning_rate=1e-05 is rounded away in every weight above 0.0051. Ways out: deepspeed: "),
+        ({"bf16": "auto"}, {}, "bf16=auto keeps the trained weights in bf16"),
+        ({"bf16": None}, {}, "bf16=auto, the default keeps"),
+        ({"fsdp_version": 2, "fsdp_config": {}}, {}, "Ways out: deepspeed: …/zero3.json in the place of FSDP 2, or "
+         "optimizer: adamw_torch_8bit with optim_args: {bf16_stochastic_round: true} and fp32_norms: true"),
+        ({"optimizer": "optimi_adamw", "optim_args": {"kahan_sum": False}}, {}, "small steps are rounded away"),
         ({"sequence_len": 16384}, {}, "is longer than the base's own, 8192"),
         ({"pose": None}, {}, "there is no `pose:` block"),
         ({"pose": {"target_length": 32768, "sampler": "turns", "rope": "yarn"}}, {}, "sampler=turns needs chats"),
@@ -154,8 +198,36 @@ def test_warnings(base, changes, options, text):
 
 
 def test_a_run_like_the_papers_has_no_warnings(base):
-    assert plan_of(base, gpu_gib=80, deepspeed={"zero_optimization": {"stage": 3}}, gradient_checkpointing=True,
-                   liger_fused_linear_cross_entropy=True).warnings == []  # fmt: skip
+    assert plan_of(base, gpu_gib=80, learning_rate=2e-5, deepspeed={"zero_optimization": {"stage": 3}},
+                   gradient_checkpointing=True, liger_fused_linear_cross_entropy=True).warnings == []  # fmt: skip
+
+
+NARROW = "keeps the trained weights in bf16"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"deepspeed": {"zero_optimization": {"stage": 1}}},
+        {"bf16": False},
+        {"bf16": "auto", "fp16": True},
+        {"learning_rate": 0.01},
+        {"optimizer": "optimi_adamw"},
+        {"optimizer": "adamw_torch_8bit", "optim_args": {"bf16_stochastic_round": True}},
+        {"optimizer": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True,other=1"},
+        {"optimizer": "adamw_anyprecision", "optim_args": "use_kahan_summation=True"},
+        {"fsdp_version": 1, "fsdp_config": {}},
+        {"adapter": "lora", "lora_r": 8},
+    ],
+)
+def test_nothing_is_said_of_steps_that_are_not_lost(base, changes):
+    assert not any(NARROW in each for each in plan_of(base, **{"learning_rate": 1e-5, **changes}).warnings)
+
+
+def test_distances_that_no_row_has_are_told_once(base):
+    said = plan_of(base, pose={"target_length": 32768, "sampler": "none", "rope": "yarn"}, max_steps=2).warnings
+    assert [("are in no row" in each, "will be in fewer than" in each) for each in said].count((True, False)) == 1
+    assert not any("will be in fewer than" in each for each in said)
 
 
 def test_warnings_of_the_rope_are_told(tmp_path):
@@ -273,7 +345,8 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
         ({"max_steps": "many"}, "max_steps='many'"),
         ({"adapter": "lora", "lora_r": 0.5}, "lora_r=0.5"),
         ({"adapter": "lora", "lora_modules_to_save": "norm"}, r"is no list; write \[norm\]"),
-        ({"adapter": "beacon", "beacon": True}, "beacon=True is no block of keys"),
+        ({"optimizer": "adamw_torch", "learning_rate": "small"}, "learning_rate='small' cannot work"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage=4 cannot work: the stages of ZeRO are 0 to 3"),
         ({"deepspeed": [1]}, r"deepspeed=\[1\] is no block"),
         ({"deepspeed": {"zero_optimization": 3}}, "zero_optimization=3 is no block"),
         ({"deepspeed": {"zero_optimization": {"stage": "auto"}}}, "stage='auto'"),
@@ -312,9 +385,11 @@ def test_adapters_that_are_reckoned_as_others_say_so(base):
             {"adapter": "other"},
             {"adapter": "qlora"},
             {"adapter": "lora", "lora_target_modules": ".*q_proj"},
+            {"bf16": "full"},
         )
     ]
-    assert ["reckoned as LoRA" in said[0], "load_in_4bit" in said[1], "all linear maps" in said[2]] == [True] * 3
+    words = "reckoned as LoRA", "load_in_4bit", "all linear maps", "bf16='full' is refused by Axolotl"
+    assert [word in text for word, text in zip(words, said, strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize("content, text", [("[]", r"config\.json holds a list"), ("{", r"config\.json is not valid")])

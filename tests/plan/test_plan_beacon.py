@@ -1,0 +1,201 @@
+"""`pose-plugin plan` of a run with `adapter: beacon`: what is held in the window, and what the run would refuse."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft")
+
+from pose_plugin.beacon.ratios import Window, draw, fits, intervals
+from pose_plugin.errors import PoSEError
+from pose_plugin.plan import beacon as module
+from pose_plugin.plan.architecture import architecture
+from pose_plugin.plan.beacon import _of_any_ratios, _of_one_ratio
+from pose_plugin.plan.inputs import from_values
+from pose_plugin.plan.memory import memory
+from pose_plugin.plan.report import text
+from pose_plugin.plan.training import as_dict, make_plan
+from pose_plugin.rope.read import as_config
+from tests.conftest import make_llama
+from tests.plan.test_architecture import LLAMA3_8B
+
+BASE = {"base_model": "somewhere", "plugins": ["pose_plugin"], "adapter": "beacon", "sequence_len": 65536}
+RUN = {**BASE, "max_steps": 100, "bf16": True, "micro_batch_size": 1, "learning_rate": 5e-5}
+BEACON = {"interval": 1024, "ratios": [8, 16, 32]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    import json
+
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
+    return str(folder)
+
+
+def plan_of(base, beacon=BEACON, **changes):
+    return make_plan(from_values({**RUN, "beacon": beacon, **changes}, base), draws=20)
+
+
+def test_what_a_run_holds_at_the_end_of_its_longest_text(base):
+    plan = plan_of(base)
+    found = as_dict(plan)["beacon"]
+    # 64 intervals, of which 63 are condensed: to 32 beacons each at the largest ratio. Then 1024 tokens stay raw.
+    assert (found["window"], found["intervals"], found["raw"], found["fewest"]) == (8192, 63, 1024, 63 * 32)
+    # Windows hold 8192: 7168 beacons, a multiple of 32, beside 1024 raw tokens.
+    assert (found["most"], found["farthest"]) == (7168, 8191)
+    # (8192 - 1024)·α + 1024 ≥ 65536 + 1024 of headroom: α = 16; and at 32, less the headroom.
+    assert (found["reading"], found["readable"]) == (16, 7168 * 32)
+    said = text(plan)
+    for piece in (
+        "8192 tokens; texts of up to 65536 are read in intervals of 1024",
+        "layout v1, mask stepwise, ratios 8, 16, 32, one drawn for each interval",
+        "63 intervals stand condensed in 2,016 to 7,168 beacons",
+        "no position passes 8,191, and the window ends at 8,191",
+        "`adapt` takes ratio 16 for 65536 tokens; 229,376 tokens are the most, with room for 1,024 more",
+    ):
+        assert piece in said
+    assert "nothing is extended" not in said and not plan.buckets and "Distances" not in said
+
+
+def streams(sizes, condensed, last, ratios):
+    """(beacons at the end, farthest position) of every stream of ratios that fits."""
+    for chosen in itertools.product(ratios, repeat=condensed + sizes.interleaved):
+        if not fits(sizes, chosen, last):
+            continue
+        held, farthest = 0, -1
+        for ratio in chosen[:condensed]:
+            rows = held + sizes.interval + (sizes.beacons(ratio) if sizes.interleaved else 1)
+            farthest = max(farthest, rows - 1)
+            held += sizes.beacons(ratio)
+        end = held + last + ((last - 1) // chosen[-1] if sizes.interleaved else 0)
+        yield held, max(farthest, end - 1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size, interval, tokens", [(20, 8, 43), (20, 8, 17), (24, 8, 50), (40, 12, 60), (16, 8, 8)])
+def test_bounds_are_those_of_all_streams_that_fit(interleaved, size, interval, tokens):
+    sizes, ratios = Window(size, interval, interleaved), [2, 4, interval]
+    condensed, last = intervals(tokens, interval)
+    if not fits(sizes, [interval] * (condensed + interleaved), last):
+        pytest.skip("too long for this layout")
+    every = list(streams(sizes, condensed, last, ratios))
+    expected = min(h for h, _ in every), max(h for h, _ in every), max(p for _, p in every)
+    assert _of_any_ratios(sizes, condensed, last, ratios) == expected
+    assert expected[2] < size
+    alike = [found for ratio in ratios for found in streams(sizes, condensed, last, [ratio])]
+    bounds = min(h for h, _ in alike), max(h for h, _ in alike), max(p for _, p in alike)
+    assert _of_one_ratio(sizes, condensed, last, ratios) == bounds
+
+
+def test_draws_of_the_training_stay_within_the_bounds(monkeypatch):
+    sizes, ratios = Window(512, 64), [2, 4, 8, 16, 32, 64]
+    condensed, last = intervals(3000, 64)
+    fewest, most, _ = _of_any_ratios(sizes, condensed, last, ratios)
+    held = [
+        sum(map(sizes.beacons, draw(sizes, condensed, last, ratios, np.random.default_rng(seed)))) for seed in range(40)
+    ]
+    assert fewest <= min(held) and max(held) <= most
+    # Very long texts are not followed; the bounds are then wider, not narrower.
+    monkeypatch.setattr(module, "_MANY", 0)
+    wide = _of_any_ratios(sizes, condensed, last, ratios)
+    assert wide[0] <= fewest and wide[1] >= most and wide[2] == 511
+
+
+@pytest.mark.parametrize(
+    "beacon, changes, held",
+    [
+        ({"interval": 1024, "train_ratio": 16, "ratios": [16]}, {}, (63 * 64, 63 * 64)),
+        ({"interval": 1024, "train_ratio": "adapt", "ratios": [8, 16, 32]}, {}, (63 * 64, 63 * 64)),
+        # 63 · 128 beacons of ratio 8 do not fit.
+        ({"interval": 1024, "train_ratio": "instance", "ratios": [8, 16, 32]}, {}, (63 * 32, 63 * 64)),
+        ({"interval": 1024, "layout": "v2", "ratios": [16, 32]}, {}, (63 * 32, 63 * 64)),
+        # The window is stretched as well.
+        (BEACON, {"pose": {"target_length": 131072, "rope": "yarn", "sampler": "none"}}, (63 * 32, 63 * 128)),
+    ],
+)
+def test_ratios_layouts_and_a_stretched_window(base, beacon, changes, held):
+    found = plan_of(base, beacon, **changes).beacon
+    assert (found.fewest, found.most) == held and found.farthest < found.window
+    assert found.window == (131072 if changes else 8192)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"beacon": {"intervall": 512}}, "beacon.intervall is not known; the keys of `beacon:` are attend_previous"),
+        ({"beacon": {"interval": 1024, "ratios": [3]}}, "beacon.ratios: 3 must be a whole number"),
+        ({"beacon": True}, "beacon=True must be a block of settings"),
+        ({"beacon": {"interval": 8192}}, "beacon.interval: 8192 leaves no room for memory in window 8192"),
+        ({"beacon": {"window": 9000}}, "beacon.window: 9000 is more than max_position_embeddings, 8192"),
+        ({"sample_packing": True}, "sample_packing=True cannot go with adapter: beacon"),
+        ({"load_in_8bit": True}, "load_in_8bit=True cannot go with adapter: beacon"),
+        ({"fsdp_config": {"reshard_after_forward": True}}, "fsdp_config=.* cannot go with adapter: beacon"),
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing='offload' is Axolotl's own way"),
+        ({"pose": {"target_length": 16384}}, "pose.sampler=pose skips positions"),
+        ({"adapter": "lora", "beacon": {"interval": 64}}, "a `beacon:` block, but adapter='lora'"),
+        ({"adapter": None, "beacon": {"interval": 64}}, "a `beacon:` block, but adapter=None"),
+    ],
+)
+def test_what_the_run_refuses_the_plan_refuses(base, changes, message):
+    with pytest.raises(PoSEError, match=message):
+        plan_of(base, **changes)
+
+
+def test_the_yaml_is_left_as_it_is(base):
+    given = {**RUN, "beacon": dict(BEACON), "load_in_4bit": True, "gradient_checkpointing": True}
+    before = {key: dict(value) if isinstance(value, dict) else value for key, value in given.items()}
+    assert from_values(given, base).run.quantised == "nf4" and given == before
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        # 300 intervals of 32 beacons are more than the window.
+        (
+            {"sequence_len": 307200},
+            "a text of sequence_len=307200 tokens will stop the training: training text too long",
+        ),
+        ({"sequence_len": 1024}, "no text is condensed, so nothing is trained"),
+        ({"max_steps": None}, "the number of steps is not known"),
+        ({}, "bf16=True keeps the trained weights in bf16.*learning_rate=5e-05.*above 0.026.*`dtype: float32` in the"),
+    ],
+)
+def test_warnings(base, changes, message):
+    import re
+
+    said = plan_of(base, **changes).warnings
+    assert any(re.search(message, each) for each in said), said
+    assert len(said) == len(set(said))
+
+
+def test_a_run_that_loses_nothing_has_no_warnings(base):
+    assert plan_of(base, {**BEACON, "dtype": "float32"}).warnings == []
+    assert plan_of(base, deepspeed={"zero_optimization": {"stage": 2}}).warnings == []
+    assert plan_of(base, bf16=False).warnings == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("beacon", [{}, {"rank": 4}, {"target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}])
+def test_trained_parameters_are_those_of_the_real_adapter(family, beacon):
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pose_plugin.beacon import BeaconConfig
+
+    made = make_llama().config.to_dict()
+    config = AutoConfig.for_model(family, **{k: v for k, v in made.items() if k not in ("model_type", "architectures")})
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), BeaconConfig(interval=8, window=32, **beacon))
+    real = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    notes: list[str] = []
+    run = from_values_run({**RUN, "beacon": {"interval": 8, **beacon}}, notes)
+    assert memory(architecture(as_config(config.to_dict())), run).trained_parameters == real
+
+
+def from_values_run(values, notes):
+    from pose_plugin.plan.setup import method
+
+    return method(values, notes)
