@@ -83,7 +83,7 @@ def _file(
     for part, (piece, tokens) in enumerate(_cut(text, settings, tokenizer)):
         if tokens > settings.longest:
             found.dropped[f"longer than {settings.longest} tokens (--max-tokens)"] += 1
-        elif tokens < settings.min_short:
+        elif tokens < min(settings.min_short, settings.shortest):
             found.dropped[f"shorter than {settings.min_short} tokens (--min-short)"] += 1
         elif parts.same(piece):
             found.dropped[SAME] += 1

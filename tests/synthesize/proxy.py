@@ -1,7 +1,7 @@
 """A real HTTP proxy that does to requests and answers what a script of faults says; it stands before any server.
 
-What it lets through, the server behind it has worked for: its log is the bill, and ours of what arrived whole is kept
-outside of the process that pays.
+What it lets through, the server behind it has worked for: that is the bill, and it is counted here, outside of the
+process that pays.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Proxy(Listening):
         retry_after: what a 429 asks for.
         hold_after: answers to requests after that many are fetched, and stay here unless `release` is called.
         held: how many do.
+        forwarded: keys of requests that the server has worked for.
     """
 
     upstream: str
@@ -67,6 +68,7 @@ class Proxy(Listening):
     retry_after: str = "0.3"
     hold_after: int | None = None
     held: int = 0
+    forwarded: list[str] = field(default_factory=list)
     _released: bool = False
 
     def release(self) -> None:
@@ -89,6 +91,8 @@ class Proxy(Listening):
             client.close_connection = True
         else:
             status, kind, data = self._forward(client, raw)
+            with self.lock:
+                self.forwarded.append(seen.key)
             if hold:
                 with self.lock:
                     self.held += 1

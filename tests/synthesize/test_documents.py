@@ -90,6 +90,11 @@ def test_filters(tmp_path, tokenizer):
     assert "another language" not in both.dropped and len(both.long) == 2
 
 
+def test_long_ones_may_be_shorter_than_the_short_ones_bound(tmp_path, tokenizer):
+    (tmp_path / "text.txt").write_text(story(1, 50))
+    assert len(collect(settings(tmp_path, min_tokens=40), tokenizer).long) == 1
+
+
 def test_longer_ones_are_split_on_request(tmp_path, tokenizer):
     (tmp_path / "huge.txt").write_text(story(3, 10000))
     found = collect(settings(tmp_path, longer="split"), tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pose_plugin.cli import main
-from tests.synthesize.proxy import REFUSALS, Proxy, faulty
+from tests.synthesize.proxy import REFUSALS, faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, write_answer
 
@@ -28,7 +28,7 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_one_fault_costs_nothing_but_time(one_book, tmp_path, fault):
-    with Server() as server, Proxy(server.url, {1: fault}) as proxy:
+    with faulty({1: fault}) as proxy:
         assert main(arguments(one_book, tmp_path, proxy.url, "--timeout", "1")) == 0
         (row,) = lines(tmp_path / "train.jsonl")
         assert len(row["messages"]) == 20
@@ -43,7 +43,7 @@ def test_one_fault_costs_nothing_but_time(one_book, tmp_path, fault):
                 assert name[:20] == like[:20]
         assert len(proxy.log) == 5 + (0 if fault == "no usage" else 1)
         # The server has worked for what was spoilt on its way back, and for nothing that was refused.
-        assert len(server.log) == len(proxy.log) - (fault == "slow" or fault.startswith(REFUSALS))
+        assert len(proxy.forwarded) == len(proxy.log) - (fault == "slow" or fault.startswith(REFUSALS))
         # What was answered and usable was asked for once.
         assert len(set(proxy.answered())) == len(proxy.answered())
 

