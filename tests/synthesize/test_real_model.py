@@ -9,6 +9,7 @@ names; pip compiles it for minutes.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
@@ -52,11 +53,16 @@ def folder(gguf, tmp_path_factory):
     """The model as transformers saves it, in the type that CPUs are quick in, and two documents."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    reader = pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp("real")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers reads the file four times, and makes the table of names once for every tensor: half a minute.
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(reader, name, functools.cache(getattr(reader, name)))
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
     # The file says that a turn's beginning ends a text.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
