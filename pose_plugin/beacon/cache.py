@@ -6,39 +6,17 @@ seen), which is what `generate` reckons with; how many keys are really there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache
 
 from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.beacon.view import IntervalView, KeysValues, PlainCache, join
 from pose_plugin.errors import PoSEError
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]
 
-
-class _PlainCache(Cache):
-    """Answers for code that asks a cache what its layers are; here they are all full attention."""
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False]
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False]
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def __bool__(self) -> bool:
-        # `len` counts layers, so an empty cache would read as False and be replaced where code says `cache or new`.
-        return True
-
-
-class BeaconCache(_PlainCache):
+class BeaconCache(PlainCache):
     """Keys and values of a stream, per layer: memory (beacons, positions 0…m−1) and tail (the open interval).
 
     Attributes:
@@ -49,6 +27,8 @@ class BeaconCache(_PlainCache):
         signature: what the stream was made with (interval, layout, mask, layers); another model's cache is refused.
         adapter: the beacon embedding of the adapter that condensed it, (hidden,) in fp32; another adapter's is refused.
         mark: the tuner, adapter and version of weights that this was last compared with.
+        undoes: whether `before` is kept: assisted decoding takes guesses back that passed an interval's end.
+        before: the stream as it was when its last interval was still raw; until more is read.
 
     Shapes: (batch, key-value heads, rows, head size) for each tensor. Memory is kept in pieces, one an interval, so
     that a training step can cut gradients between them.
@@ -69,6 +49,8 @@ class BeaconCache(_PlainCache):
         self.signature: dict[str, Any] = {}
         self.adapter: torch.Tensor | None = None
         self.mark: Any = None
+        self.undoes = False
+        self.before: BeaconCache | None = None
 
     # What is there.
 
@@ -123,6 +105,14 @@ class BeaconCache(_PlainCache):
     def _each(self, change: Any) -> None:
         self.pieces = [[(change(k), change(v)) for k, v in layers] for layers in self.pieces]
         self.open = [(change(k), change(v)) for k, v in self.open]
+        self.before = None
+
+    def _follow(self, keys: torch.dtype, values: torch.dtype) -> None:
+        """Goes on in the dtypes of what was read last; a saved stream may come from a model in another."""
+        first = (self.open or (self.pieces[0] if self.pieces else []))[:1]
+        if first and (first[0][0].dtype, first[0][1].dtype) != (keys, values):
+            cast = [[(k.to(keys), v.to(values)) for k, v in layers] for layers in [*self.pieces, self.open]]
+            self.pieces, self.open = cast[:-1], cast[-1]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes row beam_idx[i], as beam search asks."""
@@ -140,28 +130,39 @@ class BeaconCache(_PlainCache):
         return self
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, as far back as the open interval reaches.
+        """Forgets the last tokens, as far back as they are raw.
+
+        Args:
+            tokens_to_remove: minus their number, as in transformers.
 
         Raises:
-            PoSEError: they are condensed already.
+            PoSEError: they are condensed already; or a positive number.
         """
-        count = abs(int(tokens_to_remove))
+        count = -int(tokens_to_remove)
         if count == 0:
             return
-        rows, left = len(self.tail), count
-        while rows and left:
+        if count < 0:
+            raise PoSEError(f"crop: {-count} is not negative; crop(-{-count}) forgets the last {-count} tokens")
+        source = self
+        if count > self.pending and self.before is not None:
+            source = self.before
+        rows, left = len(source.tail), count - (self.tokens - source.tokens)
+        while rows and left > 0:
             rows -= 1
-            left -= self.tail[rows] == RAW
-        while rows and self.tail[rows - 1] != RAW:  # a beacon is read again with the token that follows it
+            left -= source.tail[rows] == RAW
+        while rows and source.tail[rows - 1] != RAW:  # a beacon is read again with the token that follows it
             rows -= 1
         if left:
+            raw = source.pending + self.tokens - source.tokens
             raise PoSEError(
-                f"cache: {count} tokens cannot be taken back, only the {self.pending} of the open interval are still "
-                "raw. Take a copy() before the tokens are read, or decode without an assistant model."
+                f"cache: {count} tokens cannot be taken back, only the last {raw} are still raw. Take a copy() before "
+                "the tokens are read."
             )
-        self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in self.open]
-        self.tail = self.tail[:rows]
+        self.pieces, self.ratios, self.open_ratio = source.pieces, source.ratios, source.open_ratio
+        self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open]
+        self.tail = source.tail[:rows]
         self.tokens -= count
+        self.before = None
 
     def copy(self) -> BeaconCache:
         """A cache that goes its own way. Tensors are shared, since none is ever changed in place."""
@@ -209,11 +210,12 @@ class BeaconCache(_PlainCache):
             written: layer → its keys and values, (batch, heads, rows of the pass, head size).
         """
         fresh = [written[layer] for layer in sorted(written)]
+        self._follow(*(tensor.dtype for tensor in fresh[0]))
         if not self.open:
             self.open = fresh
         else:
             pairs = zip(self.open, fresh, strict=True)
-            self.open = [(_join([k, new_k]), _join([v, new_v])) for (k, v), (new_k, new_v) in pairs]
+            self.open = [(join([k, new_k]), join([v, new_v])) for (k, v), (new_k, new_v) in pairs]
         self.tail = self.tail + given.rows
         self.tokens += given.raw
 
@@ -226,6 +228,8 @@ class BeaconCache(_PlainCache):
                 memory slots.
             ratio: of this interval, for the record.
         """
+        if self.undoes:
+            self.before = self.copy()
         piece = []
         for layer, (keys, values) in enumerate(self.open):
             at = torch.tensor(index, device=keys.device)
@@ -238,51 +242,5 @@ class BeaconCache(_PlainCache):
         """Joins the pieces of memory; for inference, where nothing cuts gradients between them."""
         if len(self.pieces) > 1:
             layers = range(len(self.pieces[0]))
-            joined = [tuple(_join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
+            joined = [tuple(join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
             self.pieces = [joined]  # type: ignore[list-item]
-
-
-class IntervalView(_PlainCache):
-    """One pass's window on a BeaconCache: what the unmodified model takes for its cache.
-
-    Everything that a pass depends on is on this object, and writing twice is the same as writing once. So gradient
-    checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
-    """
-
-    def __init__(self, given: Pass, past: list[list[KeysValues]]) -> None:
-        super().__init__(layers=[])
-        self.given = given
-        self.past = past
-        self.written: dict[int, KeysValues] = {}
-        self.sealed = False
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> KeysValues:
-        """Keys and values of memory, tail and this pass, (batch, heads, rows, head size)."""
-        if not self.sealed:
-            self.written[layer_idx] = (key_states, value_states)
-        # Pieces of the past are joined here, once, rather than when the view is made.
-        parts = [*self.past[layer_idx], (key_states, value_states)] if self.past else [(key_states, value_states)]
-        return _join(keys for keys, _ in parts), _join(values for _, values in parts)
-
-    def seal(self) -> dict[int, KeysValues]:
-        """Ends writing and hands over what was written. A later recomputation is read, not kept."""
-        self.sealed = True
-        written, self.written = self.written, {}
-        return written
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cached rows of the window: this view counts what is there, unlike BeaconCache."""
-        return self.given.memory + len(self.given.tail)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
-
-
-def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    parts = list(tensors)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pose_plugin.beacon import guards
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.errors import PoSEError
 
@@ -45,11 +46,18 @@ class Generation:
         tuner: Any = self
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
+        guards.check_ids(inputs)
         if tuner.disabled:
             if cache is not None or isinstance(kwargs.get("past_key_values"), BeaconCache):
                 raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
             return tuner.model.generate(inputs, **kwargs)
         past = kwargs.pop("past_key_values", None)
+        guesses = _guesses(kwargs)
+        if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
+            raise PoSEError(
+                "cache: with assistant_model or prompt_lookup_num_tokens, transformers reads the whole text itself; "
+                "give the whole text and no cache that holds a part of it"
+            )
         if cache is not None:
             if past is not None:
                 raise PoSEError("cache: give either cache (kept as it is) or past_key_values (continued in place)")
@@ -69,7 +77,7 @@ class Generation:
             kwargs[tuner.cache_key] = past
         elif ratios is not None:
             raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio instead")
-        with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)):
+        with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)), _undoing(past, guesses):
             return tuner.model.generate(inputs, **kwargs)
 
     @torch.no_grad()
@@ -134,6 +142,19 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, room: int) -> 
             del model.forward
 
 
+@contextmanager
+def _undoing(cache: Any, wanted: bool) -> Iterator[None]:
+    """While guesses are read, the interval condensed last is kept: they may be taken back over its end."""
+    if wanted and isinstance(cache, BeaconCache):
+        cache.undoes = True
+        try:
+            yield
+        finally:
+            cache.undoes, cache.before = False, None
+    else:
+        yield
+
+
 def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: BeaconCache) -> torch.Tensor:
     # generate slices `inputs` unless the mask is longer, which tells it that only new tokens were passed.
     if inputs is None:
@@ -142,6 +163,12 @@ def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: B
     if own.shape[1] == inputs.shape[1]:
         own = torch.cat([own.new_ones(own.shape[0], cache.tokens), own], dim=1)
     return own
+
+
+def _guesses(kwargs: dict[str, Any]) -> bool:
+    """Whether tokens are guessed, read, and taken back where they were wrong."""
+    config = kwargs.get("generation_config")
+    return any(kwargs.get(n) or getattr(config, n, None) for n in ("assistant_model", "prompt_lookup_num_tokens"))
 
 
 def _room(tuner: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int:

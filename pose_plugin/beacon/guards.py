@@ -133,6 +133,14 @@ def check_unpacked(base: Any, what: str) -> None:
         )
 
 
+def check_ids(ids: torch.Tensor | None) -> None:
+    """Raises:
+    PoSEError: ids that are no batch of texts.
+    """
+    if ids is not None and ids.dim() != 2:
+        raise PoSEError(f"input_ids: shape {tuple(ids.shape)} must be (batch, tokens); of one text, give ids[None]")
+
+
 def check_mask(attention_mask: Any, tokens: int, seen: int, carries: bool) -> bool:
     """Whether the input is padded on the right.
 

@@ -187,6 +187,7 @@ class Reading:
         given = ids if ids is not None else embedded
         if given is None or (ids is not None and embedded is not None):
             raise PoSEError("input_ids: give either input_ids or inputs_embeds")
+        guards.check_ids(ids)
         if given.shape[1] == 0:
             raise PoSEError(f"input_ids: shape {tuple(given.shape)} holds no token")
         config, tokens = self.active_config, given.shape[1]
@@ -272,7 +273,11 @@ class Reading:
         guards.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
-                raise PoSEError(f"cache: it holds {stream.batch_size} rows, the input {batch}")
+                raise PoSEError(
+                    f"cache: it holds {stream.batch_size} rows, the input {batch}; give a multiple of "
+                    f"{stream.batch_size} rows. Beam search leaves a row a beam behind where a cache is continued in "
+                    "place: pass it as cache=…, which keeps it as it was"
+                )
             stream.batch_repeat_interleave(batch // stream.batch_size)  # beams, or several questions on one text
         return stream
 

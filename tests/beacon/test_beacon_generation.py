@@ -147,11 +147,21 @@ def test_context_of_another_adapter(tmp_path):
         model(make_ids(3), past_key_values=loaded)
     model.set_adapter("default")
     model(make_ids(3), past_key_values=loaded)
-    # The same adapter in another dtype is the same adapter.
-    lower = make_beacon().to(torch.bfloat16)
-    again = BeaconCache.load(tmp_path / "c.safetensors")
-    again._each(lambda t: t.to(torch.bfloat16))
-    lower(make_ids(3), past_key_values=again)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_context_in_another_dtype(attention):
+    """The same adapter in another dtype is the same adapter; what is read goes on in the model's own."""
+    fp32, bf16 = make_beacon(attention=attention), make_beacon(attention=attention).to(torch.bfloat16)
+    expected = bf16(make_ids(12, seed=4), past_key_values=bf16.condense(make_ids(20))).logits
+    cache = fp32.condense(make_ids(20))
+    read = bf16(make_ids(12, seed=4), past_key_values=cache).logits
+    assert read.dtype == torch.bfloat16
+    assert (read - expected).abs().max() < 0.05 * expected.abs().max()
+    assert {t.dtype for layers in [*cache.pieces, cache.open] for pair in layers for t in pair} == {torch.bfloat16}
+    back = fp32(make_ids(12, seed=4), past_key_values=bf16.condense(make_ids(20))).logits
+    assert back.dtype == torch.float32
 
 
 def test_beam_search():
@@ -192,7 +202,7 @@ def test_batch_of_equal_layout():
     assert torch.equal(
         several[1:], model.generate(make_ids(4, rows=2, seed=2)[1:], cache=context, max_new_tokens=5, **GREEDY)
     )
-    with pytest.raises(PoSEError, match="it holds 3 rows, the input 2"):
+    with pytest.raises(PoSEError, match=r"it holds 3 rows, the input 2.* a multiple of 3"):
         model.generate(make_ids(4, rows=2), cache=model.condense(ids), max_new_tokens=2, **GREEDY)
 
 
@@ -279,8 +289,49 @@ def test_taking_tokens_back():
         assert (cache.tokens, cache.pending) == (26, 2)
         again = model(ids[:, 26:], past_key_values=cache).logits
         assert (again - model(ids).logits[:, 26:]).abs().max() <= 1e-4
-        with pytest.raises(PoSEError, match="7 tokens cannot be taken back, only the 6"):
+        with pytest.raises(PoSEError, match="7 tokens cannot be taken back, only the last 6"):
             cache.crop(-7)
+        # A positive number was the length to keep in older transformers; the newer ones refuse it as well.
+        with pytest.raises(PoSEError, match="crop: 3 is not negative"):
+            cache.crop(3)
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+@torch.no_grad()
+def test_taking_tokens_back_over_an_interval_border(layout):
+    """A stream that may be taken back keeps the interval that it condensed last until it reads again."""
+    model, ids = make_beacon(layout=layout), make_ids(40)
+    expected = model(ids).logits
+    for kept in (15, 16, 17, 20):
+        cache = model.condense(ids[:, :13])
+        cache.undoes = True
+        model(ids[:, 13:20], past_key_values=cache)  # condenses the second interval
+        cache.crop(kept - 20)
+        assert (cache.tokens, cache.ratios) == (kept, [4] * (kept // 8))
+        again = model(ids[:, kept:], past_key_values=cache).logits
+        assert (again - expected[:, kept:]).abs().max() <= 1e-4
+    with pytest.raises(PoSEError, match="17 tokens cannot be taken back, only the last 16"):
+        cache.crop(-17)  # before token 24, so two borders
+    assert (cache.tokens, cache.ratios) == (40, [4] * 4)
+    cache.crop(-16)
+    assert (cache.tokens, cache.pending, cache.ratios) == (24, 0, [4] * 3)
+    assert model.condense(ids).before is None  # elsewhere nothing is kept beside the stream
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+def test_assisted_decoding(layout):
+    """Guesses that are rejected stand on both sides of interval borders."""
+    model = make_beacon(layout=layout)
+    ids = make_ids(30)
+    expected = model.generate(ids, max_new_tokens=30, **GREEDY)
+    for how in ({"assistant_model": make_base()}, {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}):
+        assert torch.equal(model.generate(ids, max_new_tokens=30, **how, **GREEDY), expected)
+        cache = BeaconCache()
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=30, **how, **GREEDY), expected)
+        assert (cache.tokens >= 59, cache.undoes, cache.before) == (True, False, None)
+        for given in ({"cache": model.condense(ids[:, :25])}, {"past_key_values": model.condense(ids[:, :25])}):
+            with pytest.raises(PoSEError, match="no cache that holds a part of it"):
+                model.generate(ids, max_new_tokens=2, **given, **how, **GREEDY)
 
 
 def test_reset_and_size():

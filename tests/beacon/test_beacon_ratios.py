@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,21 @@ def test_instance_wise_draws_one_ratio():
     window = Window(64, 8)
     drawn = {tuple(draw(window, 5, 3, (2, 4, 8), generator(0, step, 0), same=True)) for step in range(40)}
     assert drawn == {(2,) * 5, (4,) * 5, (8,) * 5}
+
+
+def test_instance_wise_draws_only_what_fits_throughout():
+    """Window 9, l = 4: one interval may take ratio 2, all three may not."""
+    window = Window(9, 4)
+    assert {tuple(draw(window, 3, 4, (2, 4), generator(0, step, 0), same=True)) for step in range(20)} == {(4, 4, 4)}
+
+
+def test_draws_of_an_interleaved_stream_that_goes_on():
+    """The open interval's ratio is settled and its beacons will be in memory before what is drawn."""
+    window = Window(14, 8, interleaved=True)
+    # Four beacons of the open interval, then eight raw tokens and the beacons between them: 3, 1 or 0.
+    how = {"pending": 4, "open_ratio": 2, "candidates": (2, 4, 8)}
+    drawn = [plan(window, "random", 12, rng=functools.partial(generator, 0, step, 0), **how) for step in range(20)]
+    assert {tuple(ratios) for ratios in drawn} == {(2, 4), (2, 8)}
 
 
 def test_draws_depend_on_seed_step_and_sample_only():

@@ -20,8 +20,8 @@ from pose_plugin.beacon import (
     interval_count,
     set_ratio_step,
 )
-from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import lay_out
+from pose_plugin.beacon.view import IntervalView
 from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.beacon import _group
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
@@ -107,6 +107,15 @@ def test_memory_without_gradient():
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert norms[2] != pytest.approx(norms[0], rel=1e-3)
     assert norms[2] > 0
+
+
+def test_only_the_last_pieces_of_memory_keep_their_gradient():
+    """Of three, with n = 2: keys and values of the first have none."""
+    cache = BeaconCache()
+    cache.pieces = [[(torch.ones(1, 1, 2, 4, requires_grad=True), torch.ones(1, 1, 2, 4, requires_grad=True))]] * 3
+    for keep, expected in ((None, [True] * 3), (2, [False, True, True]), (1, [False, False, True]), (5, [True] * 3)):
+        (past,) = cache.view(lay_out(6, (), 2, interval=4), keep).past
+        assert [keys.requires_grad for keys, _ in past] == [values.requires_grad for _, values in past] == expected
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -287,6 +296,9 @@ def test_refused_sizes():
         model(make_ids(0))
     with pytest.raises(PoSEError, match="input_ids: give either"):
         model()
+    for read in (model, model.generate):
+        with pytest.raises(PoSEError, match=r"input_ids: shape \(20,\) must be \(batch, tokens\)"):
+            read(make_ids(20)[0])
 
 
 def test_harmless_masks_and_positions_pass():
@@ -342,6 +354,8 @@ def test_figures_for_trainers(tokens):
     assert torch.allclose(figures.entropy, entropy * mask, atol=1e-5)
     assert torch.equal(figures.is_top1.bool(), (log_p.argmax(-1) == labels[:, 1:]) & mask)
     assert figures.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    over = model(ids, labels=labels, ratio=4, fused_lm_head=True, num_items_in_batch=2 * mask.sum())
+    assert over.loss.item() == pytest.approx(plain.loss.item() / 2, rel=1e-6)
     (-figures.log_probs.sum() / mask.sum()).backward()
     assert expected.keys() == gradients(model).keys()
     assert all(torch.allclose(g, expected[name], atol=1e-6) for name, g in gradients(model).items())
