@@ -63,7 +63,8 @@ def main() -> None:
         ),
         train_dataset=load_dataset("json", data_files=str(args.data), split="train"),
         processing_class=tokenizer,
-        peft_config=BeaconConfig(interval=args.interval, ratios=args.ratios, headroom=0),  # (1)
+        # In float32: beacons kept in bf16, as a base may be, would not take small steps.
+        peft_config=BeaconConfig(interval=args.interval, ratios=args.ratios, headroom=0, dtype="float32"),  # (1)
     )
     trainer.train()
     trainer.save_model()

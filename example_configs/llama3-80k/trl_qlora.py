@@ -4,8 +4,8 @@ Run:       pip install "pose-plugin[trl]" bitsandbytes flash-attn
            torchrun --nproc_per_node 8 example_configs/llama3-80k/trl_qlora.py                 # on whole rows
            python example_configs/llama3-80k/trl_qlora.py --train-length 8192 --output outputs/llama3-80k-pose
 Hardware:  8 GPUs of 80 GB for whole rows of 81,920 tokens. Published: 8 hours on 8 × A800 (80 GB). For rows of 8,192
-           tokens one GPU of 24 GB; reckoned: 6 GB of 4-bit weights and unquantised parts, 8 GB for the trained
-           embeddings (0.5 billion numbers in float32, with gradient and moments), some 5 GB for a row.
+           tokens one GPU of 24 GB. Reckoned: about 17 GiB (`pose-plugin plan` of qlora-pose.yaml, the same run), of
+           which 8 are the trained embeddings (0.5 billion numbers in float32, with gradient and moments).
 Data:      chats.jsonl, {"messages": [{"role": "user", "content": "…"}, …]}: loss on the assistant's turns, and what is
            longer than the window dropped. texts.jsonl, {"text": "…"}: cut at the window. Published: 15,500 and 5,000.
 Reach:     published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on

@@ -30,21 +30,26 @@ class Base:
         special: its special tokens (bos, eos, pad, others), which chat templates write.
         shrink: what every length of an example is divided by.
         template: its own chat template, where an example uses it.
+        begins: whether its tokenizer puts its first special token before a text.
     """
 
     config: dict[str, Any]
     special: dict[str, Any]
     shrink: int
     template: str = ""
+    begins: bool = True
 
 
 _ROUND = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_CHATML = {
-    "eos_token": "<|im_end|>",
-    "additional_special_tokens": ["<|im_start|>", "<|endoftext|>", "<think>", "</think>"],
-}
+_CHATML = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|endoftext|>"]}
+# Tokens of Qwen3's vocabulary, though not among its special ones.
+_THINKING = [*_CHATML["additional_special_tokens"], "<think>", "</think>"]
 _HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"]
-_CHATML_TEMPLATE = (
+_SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+_QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+# What its template writes, in words of ours: a system prompt where the conversation has none.
+_SMOLLM_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + _SMOLLM + "<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -55,13 +60,23 @@ def _config(kind: str, window: int, theta: float, heads: int, groups: int, **val
     names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     config: dict[str, Any] = {"model_type": kind, "architectures": [names[kind]], "hidden_act": "silu"}
     config |= {"max_position_embeddings": window, "rope_theta": theta, "dtype": "bfloat16"}
-    return config | {"num_attention_heads": heads, "num_key_value_heads": groups} | values
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups} | values
+    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
 
 
 def _size(vocabulary: int, width: int, inner: int, layers: int) -> dict[str, int]:
     return {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
 
 
+# Sizes, windows and RoPE bases are held against copies of the published config.json files:
+# - all of them: Lightning-AI/litgpt, litgpt/config.py at 26857050, which names each file (TinyLlama by the 1.1B of the
+#   same architecture, SmolLM2 by its family, Qwen2.5-7B with the 131,072 of the base, not of Instruct);
+# - Llama-3-8B-Instruct (eos 128009, <|eot_id|>): kevinstephano/thunder_model_blocks,
+#   thunder_model_blocks/llama/llama_3_8B_Instruct_config.py;
+# - Qwen2.5-7B-Instruct (32,768 positions): Lightning-AI/lightning-thunder, thunder/benchmarks/targets.py;
+# - Qwen3-8B: sanjithudupa/compute-aware-arch-search, Qwen3-8B/config.json;
+# - SmolLM2-1.7B-Instruct: copies agree on bos 1, eos 2 and pad 2, which are <|im_start|>, <|im_end|> and <|im_end|>;
+#   its template and system prompt: huggingface/nanoVLM, data/collators.py.
 BASES: dict[str, Base] = {
     "meta-llama/Meta-Llama-3-8B-Instruct": Base(
         _config("llama", 8192, 500000.0, 32, 8, **_size(128256, 4096, 14336, 32)),
@@ -69,7 +84,7 @@ BASES: dict[str, Base] = {
         shrink=128,
     ),
     "meta-llama/Llama-2-7b-hf": Base(
-        _config("llama", 4096, 10000.0, 32, 32, **_size(32000, 4096, 11008, 32)), _ROUND, shrink=64
+        _config("llama", 4096, 10000.0, 32, 32, **_size(32000, 4096, 11008, 32), dtype="float16"), _ROUND, shrink=64
     ),
     "mistralai/Mistral-7B-v0.3": Base(
         _config("mistral", 32768, 1000000.0, 32, 8, **_size(32768, 4096, 14336, 32), sliding_window=None),
@@ -83,17 +98,18 @@ BASES: dict[str, Base] = {
     ),
     "Qwen/Qwen3-8B": Base(
         _config("qwen3", 40960, 1000000.0, 32, 8, **_size(151936, 4096, 12288, 36), head_dim=128),
-        _CHATML | {"pad_token": "<|endoftext|>"},
+        _CHATML | {"pad_token": "<|endoftext|>", "additional_special_tokens": _THINKING},
         shrink=64,
     ),
     "TinyLlama/TinyLlama_v1.1": Base(
-        _config("llama", 2048, 10000.0, 32, 4, **_size(32000, 2048, 5632, 22)), _ROUND, shrink=32
+        _config("llama", 2048, 10000.0, 32, 4, **_size(32000, 2048, 5632, 22), dtype=None), _ROUND, shrink=32
     ),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": Base(
         _config("llama", 8192, 130000.0, 32, 32, **_size(49152, 2048, 8192, 24), tie_word_embeddings=True),
-        _CHATML | {"pad_token": "<|im_end|>"},
+        _CHATML | {"bos_token": "<|im_start|>", "pad_token": "<|im_end|>"},
         shrink=128,
-        template=_CHATML_TEMPLATE,
+        template=_SMOLLM_TEMPLATE,
+        begins=False,
     ),
 }
 
@@ -155,9 +171,9 @@ def _tokenizer(base: Base) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    qwen = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    inner.train_from_iterator([" ".join(WORDS), *WORDS, "user", "assistant", "system", qwen], trainer)
-    if "bos_token" in given:
+    words = [" ".join(WORDS), *WORDS, "user", "assistant", "system", _QWEN, _SMOLLM]
+    inner.train_from_iterator(words, trainer)
+    if base.begins and "bos_token" in given:
         bos = given["bos_token"]
         inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, special.index(bos))])
     window = base.config["max_position_embeddings"]
@@ -377,6 +393,8 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
     """Trains a shrunk copy by the real Axolotl, in this process."""
     import torch
 
+    # torchao compiles a step for every shape of weights, which on a CPU takes longer than all the rest.
+    torch.compiler.set_stance("force_eager")
     before: dict[str, torch.Tensor] = {}
     positions: list[torch.Tensor] = []
     seen: dict[str, Any] = {}
