@@ -16,7 +16,7 @@ def start(line: list[str]) -> subprocess.Popen[bytes]:
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not true():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "it never came to that"

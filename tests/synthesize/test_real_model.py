@@ -29,6 +29,7 @@ from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest
 
+pytestmark = pytest.mark.slow
 TEXT = """The lighthouse at Cape Meridian was built in 1871 by Ada Thornbury, who carried its first lamp up the stairs.
 Her brother Elias kept the books. In the winter of 1884 the lamp went out for three nights, and two ships were lost.
 """
@@ -121,7 +122,9 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, ki
     port = free_port()
     command, name = kind(gguf, folder, port)
     line = ["synthesize", str(folder / "documents"), "--output", str(tmp_path), "--tokenizer", str(folder / "model")]
-    line += ["--window", "1024", "--min-tokens", "40", "--model", name, "--questions", "1", "--answer-tokens", "48"]
+    line += ["--window", "1024", "--min-tokens", "40", "--model", name, "--questions", "1", "--answer-tokens", "32"]
+    # Told, as finding it out would be a request more: llama-cpp-python refuses OpenAI's form of a schema.
+    line += ["--answer-format", "object-schema" if kind is llama_cpp else "schema"]
     line += ["--concurrency", "1", "--tries", "1", "--retry-wait", "0.01", "--quiet", "--no-check-quotes"]
     journal = tmp_path / "journal.jsonl"
     with serving(command, port) as url, Proxy(url, FAULTS, hold_after=7) as proxy:
@@ -145,11 +148,10 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, ki
     assert first != second and proxy.forwarded == [first] * 3 + [second] * 2
     answers = lines(journal)
     # The server counts, and its tokenizer is the one we count with: the prompt and a template around it.
-    assert all(250 < answer["input_tokens"] < 600 and 0 < answer["output_tokens"] <= 48 for answer in answers)
+    assert all(250 < answer["input_tokens"] < 600 and 0 < answer["output_tokens"] <= 32 for answer in answers)
     assert len(answers) == 2 and found["models"] == [answers[0]["model"]]
     # Whether so small a model answers in form is luck, unless the server holds it to a grammar.
     assert found["state"] == "finished"
-    assert found["server"]["answer_format"] == ("object-schema" if kind is llama_cpp else "schema")
     assert found["rows"]["count"] + len(found["given_up"]) == 2
     assert code == (1 if found["given_up"] else 0)
     # The server is gone; what it answered is not needed again.
