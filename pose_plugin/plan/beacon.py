@@ -83,6 +83,13 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         window = resolve_window(settings, config, SimpleNamespace(rope_type=kind, config=config))
     except PoSEError as error:
         raise PoSEError(f"beacon.{error}") from error
+    if isinstance(settings.target_modules, set) and not _fused(settings.target_modules):
+        missing = sorted({"k_proj", "v_proj"} - settings.target_modules)
+        if missing:
+            raise PoSEError(
+                f"beacon.target_modules={sorted(settings.target_modules)}: beacons need keys and values of their own; "
+                f"add {' and '.join(missing)}"
+            )
     sizes = settings.sizes(window)
     condensed, raw = intervals(text, settings.interval)
     most_ratio = max(settings.ratios)
@@ -112,6 +119,10 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         fewest=fewest, most=most, farthest=farthest, reading=reading,
         readable=sizes.capacity(most_ratio) - settings.headroom, headroom=settings.headroom, refused=refused,
     )  # fmt: skip
+
+
+def _fused(names: set[str]) -> bool:
+    return any("qkv" in name or "kv_" in name for name in names)
 
 
 def _of_any_ratios(sizes: Any, condensed: int, raw: int, ratios: Sequence[int]) -> tuple[int, int, int]:

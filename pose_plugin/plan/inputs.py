@@ -13,8 +13,11 @@ from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.errors import PoSEError
 from pose_plugin.plan.keys import unknown_keys
 from pose_plugin.plan.memory import Run
-from pose_plugin.plan.setup import FUSED_LOSSES, keeps_remainders, method, number, optimizer, sharding
+from pose_plugin.plan.setup import FUSED_LOSSES, block, keeps_remainders, method, number, optimizer, sharding
 from pose_plugin.serving.base import read_json
+
+# As of the lengths in a `pose:` block.
+LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,10 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
 
 
 def _names_us(cfg: Mapping[str, Any]) -> bool:
-    return any(str(name).startswith("pose_plugin") for name in cfg.get("plugins") or [])
+    plugins = cfg.get("plugins") or []
+    if not isinstance(plugins, list):
+        raise PoSEError(f"plugins={plugins!r} is no list; write plugins: [pose_plugin]")
+    return any(str(name).startswith("pose_plugin") for name in plugins)
 
 
 def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -> Inputs:
@@ -95,16 +101,16 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     notes: list[str] = []
     name = str(cfg["base_model"])
     config = base_config(base or cfg.get("base_model_config") or name, name)
-    window = number(cfg, "sequence_len", None)
+    window = number(cfg, "sequence_len", None, most=LONGEST)
     beacon = cfg if cfg.get("adapter") == "beacon" else None
     if beacon is not None or cfg.get("beacon") is not None:
         _refuse_as_the_run(cfg, notes)
     settings = None
     if cfg.get("pose") is not None:
-        block = cfg["pose"]
-        if isinstance(block, dict) and block.get("train_length") is None and window:
-            block = {**block, "train_length": window}
-        settings = parse_settings(block)
+        given_block = cfg["pose"]
+        if isinstance(given_block, dict) and given_block.get("train_length") is None and window:
+            given_block = {**given_block, "train_length": window}
+        settings = parse_settings(given_block)
     size = (settings.train_length if settings else None) or window
     if not size:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
@@ -139,8 +145,16 @@ def _refuse_as_the_run(cfg: Mapping[str, Any], notes: list[str]) -> None:
     """What the real run refuses of a `beacon:` block and beside it, by the same function.
 
     Raises:
-        PoSEError: as the run would.
+        PoSEError: as the run would; and for values of a wrong type, at which the run would end less politely.
     """
+    for key in ("pose", "gradient_checkpointing_kwargs", "bnb_config_kwargs", "overrides_of_model_kwargs"):
+        block(cfg, key)
+    for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
+        number(cfg, key, None, least=0)
+    for key in ("target_modules", "exclude_modules"):
+        names = cfg["beacon"].get(key) if isinstance(cfg.get("beacon"), Mapping) else None
+        if not isinstance(names, str | list | None):
+            raise PoSEError(f"beacon.{key}={names!r} is no list of names; write e.g. [q_proj, k_proj, v_proj, o_proj]")
     try:
         from pose_plugin.integrations.axolotl_beacon import prepare
 
@@ -229,6 +243,8 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
     for each in _datasets(cfg):
         path = Path(str(each.get("path")))
         if path.suffix != ".jsonl" or not path.is_file():
+            if path.suffix in (".jsonl", ".json", ".parquet", ".csv") and not path.exists():
+                notes.append(f"datasets: {path} is not on this machine, as seen from here, so its rows are not counted")
             return None
         with path.open("rb") as file:
             count += sum(bool(line.strip()) for line in file)
@@ -236,7 +252,7 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
         notes.append(f"val_set_size={cfg['val_set_size']} takes its part of the {count} rows")
         share = number(cfg, "val_set_size", 0, least=0, whole=False)
         held = count * share if share < 1 else share
-        if held >= count:
+        if count - held < 1:
             raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
         count = int(count - held)
     return count or None

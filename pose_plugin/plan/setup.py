@@ -133,18 +133,23 @@ def keeps_remainders(cfg: Mapping[str, Any]) -> bool:
     return any(asked.get(name) in ("true", "1", "yes", "on") for name in _EXACT_IF)
 
 
-def number(cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True) -> Any:
-    """A number of the YAML; Raises PoSEError for what is none, or below `least`."""
+def number(
+    cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True, most: float = math.inf
+) -> Any:
+    """A number of the YAML; Raises PoSEError for what is none, below `least`, or above `most`."""
     value = cfg.get(key)
     if value is None:
         return default
     try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not least <= number < math.inf or (whole and number != int(number)):
-        raise PoSEError(f"{key}={value!r} cannot work: a {'whole ' * whole}number of at least {least:g} is needed")
-    return int(number) if whole else number
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not least <= found <= most or found == math.inf or (whole and found != int(found)):
+        limit = f" and at most {int(most)}" if most < math.inf else ""
+        raise PoSEError(
+            f"{key}={value!r} cannot work: a {'whole ' * whole}number of at least {least:g}{limit} is needed"
+        )
+    return int(found) if whole else found
 
 
 def block(cfg: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pose_plugin.cli import main
+from pose_plugin.errors import PoSEError
 from pose_plugin.plan import keys
 from pose_plugin.plan.inputs import from_yaml
 from pose_plugin.plan.keys import known_keys, unknown_keys
@@ -110,3 +111,18 @@ def test_a_plugin_that_is_not_named(base, tmp_path):  # noqa: F811
     for plugins, said in ((["pose_plugin"], 0), (["pose_plugin.PosePlugin"], 0), ([], 1), (None, 1)):
         path.write_text(yaml.safe_dump({**values(base), "plugins": plugins}))
         assert sum("does not name the plugin" in each for each in from_yaml(path).warnings) == said
+    path.write_text(yaml.safe_dump({**values(base), "plugins": "pose_plugin"}))
+    with pytest.raises(PoSEError, match="plugins='pose_plugin' is no list"):
+        from_yaml(path)
+
+
+def test_anchors_and_numbers_as_text(base, tmp_path):  # noqa: F811
+    """YAML merges what an anchor names, and reads 1e-5 as text."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 32)
+    text = "x-data: &data {ds_type: json, type: completion}\ndatasets:\n  - {<<: *data, path: ROWS}\n"
+    text = text.replace("ROWS", str(tmp_path / "rows.jsonl"))
+    small = {**values(base), "max_steps": None, "sequence_len": "8192", "plugins": ["pose_plugin"]}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small) + "learning_rate: 1e-5\n" + text)
+    found = from_yaml(path)
+    assert (found.run.window, found.learning_rate, found.steps, found.warnings) == (8192, 1e-5, 4, [])

@@ -313,6 +313,9 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
 @pytest.mark.parametrize(
     "changes, text",
     [
+        ({"sequence_len": "1e30"}, "sequence_len='1e30' cannot work: .* at most 2147483647"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan cannot work"),
+        ({"micro_batch_size": float("inf")}, "micro_batch_size=inf cannot work"),
         ({"sequence_len": "long"}, "sequence_len='long' cannot work: a whole number of at least 1"),
         ({"micro_batch_size": -2}, "micro_batch_size=-2 cannot work"),
         ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps='auto'"),
@@ -339,12 +342,30 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
     data = {"max_steps": -1, "datasets": [{"path": str(tmp_path / "rows.jsonl")}]}
     assert from_values(values(base, **data)).steps == 12
     assert from_values(values(base, **data, val_set_size=0.5)).steps == 6
-    with pytest.raises(PoSEError, match="val_set_size=96 leaves none of the 96 rows"):
-        from_values(values(base, **data, val_set_size=96))
+    for most in (96, 0.995, 95.5):
+        with pytest.raises(PoSEError, match=f"val_set_size={most} leaves none of the 96 rows"):
+            from_values(values(base, **data, val_set_size=most))
+    gone = {"max_steps": None, "datasets": [{"path": "gone.jsonl"}]}
+    found = from_values(values(base, **gone))
+    assert found.steps is None and "gone.jsonl is not on this machine" in found.notes[0]
+    # A name of the Hub is no file that should be here.
+    assert not from_values(values(base, max_steps=None, datasets=[{"path": "someone/data"}])).notes
 
 
 @pytest.mark.parametrize(
-    "content", [b"base_model: x # \xe9\n", b"base_model:\nsequence_len: 8\n", b"base_model: [x]\n"]
+    "content",
+    [
+        b"base_model: x # \xe9\n",
+        b"base_model:\nsequence_len: 8\n",
+        b"base_model: [x]\n",
+        b"- base_model: x\n",
+        b"hello\n",
+        b"",
+        b"base_model: x\n---\nbase_model: y\n",
+        b"base_model: x\n\tsequence_len: 8\n",
+        b"base_model: !!python/object:os.system x\n",
+        b"\x00\x01",
+    ],
 )
 def test_yamls_that_are_no_text_or_name_no_base(tmp_path, content):
     (tmp_path / "x.yaml").write_bytes(content)
