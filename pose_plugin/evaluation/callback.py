@@ -35,8 +35,8 @@ class EvaluationCallback(TrainerCallback):
 
     What cannot work is refused before the first step. A measurement that fails later (out of memory, say) is told in
     a warning and the training goes on: a run is worth more than a look at it. Lengths that do not fit in memory are
-    left out alone, as in `pose-plugin evaluate`, and named once. With divided weights a rank that is out of memory
-    ends the run, as in a step: the others would wait for it for ever.
+    left out alone, as in `pose-plugin evaluate`, and named once. With divided weights what only one rank may have met,
+    such as a lack of memory, ends the run, as in a step: the others would wait for it for ever.
 
     Args:
         tokenizer: default: the trainer's processing class.
@@ -160,12 +160,12 @@ class EvaluationCallback(TrainerCallback):
             for name, measure in measures.items():
                 try:
                     found[name] = measure(model, tokenizer)
-                except (PoSEError, torch.OutOfMemoryError) as error:
-                    if isinstance(model, InStep) and torch.OutOfMemoryError in (type(error), type(error.__cause__)):
+                except Exception as error:
+                    foreseen = isinstance(error, PoSEError) and not isinstance(error.__cause__, torch.OutOfMemoryError)
+                    if isinstance(model, InStep) and not foreseen:
                         raise
-                    log.warning(
-                        "step %d: %s was not measured, the training goes on: %s", state.global_step, name, error
-                    )
+                    said = error if isinstance(error, PoSEError) else f"{type(error).__name__}: {error}"
+                    log.warning("step %d: %s was not measured, the training goes on: %s", state.global_step, name, said)
                     continue
                 metrics |= found[name].metrics()
         if "passkey" in found and self.passkey_lengths:

@@ -168,8 +168,10 @@ class NeedleBuilder:
         # Spread evenly from the depth asked for, and round again from the start.
         depths = sorted([depth, *((depth + i / count) % 1 for i in range(1, count))])
         facts = [self._line(f"The secret number of {place} is {number}.") for number in numbers]
-        asked = f"secret number of {place} is" if count == 1 else f"{count} secret numbers of {place} are"
-        head, tail = self._around(kind, f"What is the {asked.rsplit(' ', 1)[0]}? The {asked}")
+        asked, verb = (
+            (f"secret number of {place}", "is") if count == 1 else (f"{count} secret numbers of {place}", "are")
+        )
+        head, tail = self._around(kind, f"What {verb} the {asked}? The {asked} {verb}")
         budget = self._budget(kind)
         room = length - budget - len(head) - len(tail) - sum(map(len, facts))
         self._require_room(kind, length, room)

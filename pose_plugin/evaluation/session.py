@@ -33,7 +33,7 @@ class Session:
         fresh: measure anew what the folder holds.
 
     Attributes:
-        left_out: (model, task, length, why) of what did not fit in memory or could not be measured.
+        left_out: (model, or None for all, task, length, why) of what did not fit in memory or could not be measured.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Session:
         self.finished = Finished(output, fresh)
         self._asked = False
         self._first, self._tokens = "", dict[str, str]()
-        self.left_out: list[tuple[str, str, int, str]] = []
+        self.left_out: list[tuple[str | None, str, int, str]] = []
 
     def check(self, sources: Sequence[Source], evaluator: Source | None) -> None:
         """Checks everything that can be checked without weights.
@@ -86,9 +86,13 @@ class Session:
                     model = load(evaluator, self.dtype, self.device)
                 try:
                     kept = asdict(find_keys(model, evaluator, self.plan, n))
-                except TooLittleMemory as error:
-                    self._leave_out(evaluator.name, "longppl", n, error)
-                    break
+                except Exception as error:
+                    why = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
+                    self._leave_out(None, "longppl", n, why)
+                    if isinstance(error, TooLittleMemory):
+                        # Longer ones need more.
+                        break
+                    continue
                 self.finished.put(kept, **what)
             self.plan.keys[n] = KeyTokens(**{**kept, "positions": tuple(map(tuple, kept["positions"]))})
 
@@ -147,7 +151,7 @@ class Session:
         notes = [
             f"{task}{f' at {n}' if n else ''} was left out: {why}"
             for who, task, n, why in self.left_out
-            if who == source.name
+            if who in (None, source.name)
         ]
         if self._tokens[source.name] != self._tokens[self._first]:
             notes.append(
@@ -156,7 +160,7 @@ class Session:
             )
         return notes
 
-    def _leave_out(self, who: str, task: str, n: int, error: PoSEError) -> None:
+    def _leave_out(self, who: str | None, task: str, n: int, error: PoSEError) -> None:
         print(f"  {task}{f' at {n}' if n else ''} is left out: {error}", flush=True)
         longer = "; longer ones were not tried" if n and isinstance(error, TooLittleMemory) else ""
         self.left_out.append((who, task, n, f"{error}{longer}"))

@@ -169,7 +169,12 @@ def test_a_rank_without_memory_ends_the_run_where_the_others_would_wait(make_lla
     def refused(model, tokenizer):
         raise memory.TooLittleMemory("found before it ran, on all ranks alike")
 
+    def odd(model, tokenizer):
+        raise IndexError("on this rank alone, for all one knows")
+
     monkeypatch.setattr(callback, "in_step", lambda model, trainer: InStep(model, model, torch.device("cpu")))
+    with pytest.raises(IndexError):
+        train(make_llama(), tokenizer, tmp_path, [EvaluationCallback(more={"x": odd}, every=1)])
     run = train(make_llama(), tokenizer, tmp_path, [EvaluationCallback(more={"x": refused}, every=1)])
     assert run.state.global_step == 4
     with pytest.raises(memory.TooLittleMemory, match="full"):

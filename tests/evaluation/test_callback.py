@@ -126,6 +126,20 @@ def test_a_measurement_that_fails_does_not_end_the_training(make_llama, tokenize
     assert [(step, list(found)) for step, found in callback.more_results] == [(2, ["half"]), (4, ["half"])]
 
 
+def test_lengths_that_a_model_cannot_read_do_not_end_the_training(tokenizer, tmp_path, caplog):
+    """A table of positions that ends says so by an IndexError."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=400, n_positions=128, n_embd=16, n_layer=1, n_head=2))
+    callback = EvaluationCallback(
+        passkey_lengths=[200], perplexity_lengths=[64], texts=[TEXT], passkey_options={"trials": 1}
+    )
+    with caplog.at_level("WARNING"):
+        trainer = train(model, tokenizer, tmp_path, [callback])
+    assert trainer.state.global_step == 4 and "passkey was not measured, the training goes on: IndexErr" in caplog.text
+    assert [row["step"] for row in trainer.state.log_history if "perplexity/64" in row] == [4]
+
+
 def test_fsdp_1_is_refused_before_the_first_step(make_llama, tokenizer, tmp_path):
     FullyShardedDataParallel = type("FullyShardedDataParallel", (), {})
     model = make_llama()

@@ -63,6 +63,27 @@ def test_positions_that_end_take_only_longer_lengths_along(tmp_path, save, capsy
     assert row["notes"][-1].endswith("its positions may end at max_position_embeddings=256")
 
 
+def test_an_evaluator_whose_positions_end(tmp_path, save, make_llama):
+    """All that needs it is left out, with the reason in every model's notes."""
+    sizes = {"n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": 0, "bos_token_id": 0}
+    judge, base = save("judge", GPT2LMHeadModel(GPT2Config(vocab_size=400, **sizes))), save("base", make_llama())
+    arguments = [
+        "--lengths",
+        "200,300",
+        "--texts",
+        tmp_path / "text.txt",
+        "--tasks",
+        "longppl,gap",
+        "--evaluator",
+        judge,
+    ]
+    assert run(base, *arguments, "--short-context", 100, "--max-windows", 1, "--output", tmp_path / "out") == 1
+    (row,) = results(tmp_path / "out")
+    assert "gap" in row and "longppl" not in row
+    for n, note in zip((200, 300), row["notes"][-2:], strict=True):
+        assert note.startswith(f"longppl at {n} was left out: the evaluator judge: IndexError: ")
+
+
 def test_a_model_that_counts_nothing_but_nan_is_not_the_best(tmp_path, save, make_llama, capsys):
     model = make_llama()
     model.model.layers[0].mlp.up_proj.weight.data.fill_(math.nan)

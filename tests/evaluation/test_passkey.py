@@ -13,6 +13,7 @@ from pose_plugin.evaluation.passkey import (
     PasskeyResult,
     PasskeyTemplate,
     PasskeyTrial,
+    _Reader,
     build_document,
     passkey,
     verdict,
@@ -247,3 +248,26 @@ def test_to_dict_tells_all(tokenizer):
 def test_bad_input_is_refused_before_the_model_runs(tokenizer, arguments, message):
     with pytest.raises(PoSEError, match=message):
         passkey(None, tokenizer, **arguments, **QUIET)
+
+
+def test_an_answer_that_has_ended_is_not_decoded_on(tokenizer):
+    model = RuleModel(constant(tokenizer.eos_token_id), len(tokenizer))
+    result = passkey(model, tokenizer, [512], trials=2, batch_size=2, **QUIET)
+    assert len(model.forwards) == 1 and result.by_length == {512: Accuracy(0, 2)}
+    assert [trial.answer for trial in result.trials] == ["", ""]
+
+
+def test_lengths_are_measured_from_the_shortest_on_and_once(tokenizer):
+    model = RuleModel(right_answer(tokenizer), len(tokenizer))
+    result = passkey(model, tokenizer, [300, 256, 300], trials=1, **QUIET)
+    assert result == passkey(model, tokenizer, [256, 300], trials=1, **QUIET)
+    assert [trial.length for trial in result.trials] == [256, 300]
+
+
+def test_a_token_may_hold_several_of_the_digits_to_come(tokenizers_by_name):
+    """The key split in another way than the answer is: two tokens more may bring its other four digits."""
+    tokenizer = tokenizers_by_name["joined digits"]
+    read = _Reader(tokenizer, RuleModel(constant(9), len(tokenizer)))
+    (first,) = tokenizer(" 1", add_special_tokens=False)["input_ids"]
+    assert read.most_digits >= 2
+    assert [read([first], budget, "12345")[1] for budget in (1, 3)] == [False, None]

@@ -10,7 +10,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.needle import DEPTHS, KINDS, needle, needle_prompts
 from pose_plugin.evaluation.needle import score as needle_score
 from pose_plugin.evaluation.retrieval import RetrievalResult
-from pose_plugin.evaluation.topics import TOPICS, topic_prompts, topics
+from pose_plugin.evaluation.topics import TOPICS, topic_prompts, topics, topics_of
 from pose_plugin.evaluation.topics import score as topic_score
 
 QUIET = {"progress": False}
@@ -143,6 +143,11 @@ def test_topic_prompts(any_tokenizer):
         assert len(named) == len(set(named)) == (5 if prompt.length == 1200 else 7)
 
 
+@pytest.mark.parametrize(("length", "count"), [(400, 5), (1999, 5), (2400, 6), (28_000, 70), (10**6, 70)])
+def test_topics_by_length(length, count):
+    assert topics_of(length) == count
+
+
 def test_no_topic_stands_in_another():
     assert not [(a, b) for a in TOPICS for b in TOPICS if a != b and a.lower() in b.lower()]
     assert len(TOPICS) >= 70
@@ -150,7 +155,13 @@ def test_no_topic_stands_in_another():
 
 @pytest.mark.parametrize(
     ("answer", "value"),
-    [(" Honey  Bees.", 1.0), (" not jazz pianists but honey bees", 0.0), (" bees", 0.0), ("", 0.0)],
+    [
+        (" Honey  Bees.", 1.0),
+        ("ROMAN ROADS, then honey bees", 0.0),
+        (" not jazz pianists but honey bees", 0.0),
+        (" bees", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_topic_rule_by_hand(answer, value):
     assert topic_score("first", answer, ("honey bees",)) == value
@@ -180,8 +191,42 @@ def test_results_survive_json_and_are_joined(tokenizer):
         (needle, {"lengths": [40], "kinds": ["kv"]}, "length=40 is smaller than the kv needle prompt"),
         (topics, {"lengths": [100]}, "length=100 is smaller than 5 topics take"),
         (topics, {"lengths": [1000], "count": 1}, "count=1 topics"),
+        (topics, {"lengths": [90_000], "count": 99}, "count=99 topics: give 2 to"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_runs(tokenizer, measure, arguments, message):
     with pytest.raises(PoSEError, match=message):
         measure(None, tokenizer, **arguments, **QUIET)
+
+
+def test_pairs_are_asked_for_by_depth(tokenizer):
+    for prompt in needle_prompts(tokenizer, [600], ["kv"], [0.0, 0.25, 0.5, 1.0], trials=4):
+        values = re.findall(r"has value (\d+)\.", tokenizer.decode(prompt.ids))
+        assert values.index(prompt.expected[0]) == round(prompt.depth * (len(values) - 1)) and len(values) > 10
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 0.9])
+def test_four_numbers_are_spread_over_the_text_and_round_again(tokenizer, depth):
+    (prompt,) = needle_prompts(tokenizer, [2000], ["multi"], [depth], trials=1)
+    text = tokenizer.decode(prompt.ids)
+    start, end = text.index("The grass"), text.rindex("What are the")
+    found = sorted((m.start() - start) / (end - start) for m in re.finditer(r"The secret number of \w+ is", text))
+    wanted = sorted((depth + i / 4) % 1 for i in range(4))
+    # The lines of the numbers themselves take some of the text.
+    assert found == pytest.approx(wanted, abs=0.06)
+
+
+def test_numbers_have_all_their_digits(tokenizer):
+    for prompt in needle_prompts(tokenizer, [600], trials=25):
+        assert {len(number) for number in prompt.expected} == {{"single": 7, "multi": 6, "kv": 5}[prompt.kind]}
+        assert not any(number.startswith("0") for number in prompt.expected)
+        numbers = re.findall(r"\d+", tokenizer.decode(prompt.ids))
+        assert not any(number.startswith("0") for number in numbers)
+
+
+@pytest.mark.parametrize("make", [needle_prompts, topic_prompts])
+def test_the_seed_changes_the_prompts_and_nothing_else_does(tokenizer, make):
+    first, again, other = (make(tokenizer, [1000], trials=5, seed=seed) for seed in (0, 0, 1))
+    assert [p.ids for p in first] == [p.ids for p in again]
+    assert all(a.expected != b.expected for a, b in zip(first[:3], other[:3], strict=True))
+    assert len({p.expected for p in first}) == len(first)
