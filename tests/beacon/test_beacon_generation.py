@@ -55,6 +55,15 @@ def test_short_prompt_generates_like_the_base(layout):
             model.generate(ids, cache=BeaconCache(), max_new_tokens=3)
 
 
+def test_a_models_own_use_cache_false_is_passed_over():
+    """Training leaves it in the config; reading the whole text anew for each token is for those who ask for it."""
+    model = make_beacon()
+    model.config.use_cache = model.generation_config.use_cache = False
+    output = model.generate(make_ids(20), max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
+    stream = output.get("past_key_values", output.get("cache"))
+    assert isinstance(stream, BeaconCache) and stream.tokens == 21
+
+
 def test_model_is_left_as_it_was():
     model = make_beacon()
     inner = model.base_model.model
@@ -86,6 +95,7 @@ def test_condense_once_ask_often(tmp_path):
     document, questions = make_ids(45), [make_ids(6, seed=s) for s in (5, 6)]
     context = model.condense(document)
     assert (context.tokens, context.len_memory, context.pending) == (45, 10, 5)
+    assert not any(t.requires_grad for layers in [*context.pieces, context.open] for pair in layers for t in pair)
     path = tmp_path / "document.safetensors"
     context.save(path)
     loaded = BeaconCache.load(path)
@@ -174,6 +184,10 @@ def test_beam_search():
     context = model.condense(ids[:, :30])
     assert torch.equal(model.generate(ids[:, 30:], cache=context, **how), expected[:, 30:])
     assert context.batch_size == 1
+    # Of two texts at once, each beam goes on with its own.
+    pair = make_ids(38, rows=2)
+    found = model.generate(pair[:, 30:], cache=model.condense(pair[:, :30]), **how)
+    assert torch.equal(found, model.generate(pair, use_cache=False, **how)[:, 30:])
     greedy = model.generate(ids, max_new_tokens=12, **GREEDY)
     assert not torch.equal(greedy, expected)  # the beams went another way, so reordering was used
 
@@ -263,8 +277,8 @@ def test_condensing():
 def test_ratios_by_interval_in_generate():
     model = make_beacon()
     cache = BeaconCache()
-    model.generate(make_ids(30), ratios=[2, 8, 4], past_key_values=cache, max_new_tokens=12, **GREEDY)
-    assert cache.ratios == [2, 8, 4, 4, 4]
+    model.generate(make_ids(30), ratios=[2, 4, 8], past_key_values=cache, max_new_tokens=12, **GREEDY)
+    assert cache.ratios == [2, 4, 8, 8, 8]
     with pytest.raises(PoSEError, match="use_cache=False reads the whole text again"):
         model.generate(make_ids(30), ratios=[2, 8, 4], use_cache=False, max_new_tokens=2)
 
@@ -273,9 +287,10 @@ def test_adapt_leaves_room_for_the_answer():
     """72 tokens fit at ratio 4; with 60 more to come the prompt is condensed by 8 from its start."""
     model = make_beacon(window=24, ratio="adapt")
     for new, ratio in ((4, 4), (60, 8)):
-        cache = BeaconCache()
-        model.generate(make_ids(60), past_key_values=cache, max_new_tokens=new, **GREEDY)
-        assert set(cache.ratios) == {ratio}
+        for given in ({"max_new_tokens": new}, {"max_length": 60 + new}):
+            cache = BeaconCache()
+            model.generate(make_ids(60), past_key_values=cache, **given, **GREEDY)
+            assert set(cache.ratios) == {ratio}
 
 
 @torch.no_grad()

@@ -153,6 +153,10 @@ def test_the_rest_of_a_head_stays():
     assert torch.equal(moved[..., 4:], keys[..., 4:])
     assert difference(moved[..., :4], keys[..., :4]) > 0.1
     assert torch.allclose(rotate(moved, torch.tensor([-3, 2]), torch.tensor([1.0, 0.1])), keys, atol=1e-6)
+    # Half precision is rounded once, at the end.
+    low = keys.bfloat16()
+    once = rotate(low.float(), torch.tensor([300, 7]), torch.tensor([1.0, 0.1])).bfloat16()
+    assert torch.equal(rotate(low, torch.tensor([300, 7]), torch.tensor([1.0, 0.1])), once)
 
 
 @pytest.mark.parametrize("mask", ["stepwise", "segmentation", "full"])
@@ -278,6 +282,7 @@ def test_kept_logits_and_hidden_states():
     whole = model(ids, output_hidden_states=True)
     assert difference(model(ids, logits_to_keep=1).logits, whole.logits[:, -1:]) <= 1e-5
     assert difference(model(ids, logits_to_keep=11).logits, whole.logits[:, -11:]) <= 1e-5
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([3, 20])).logits, whole.logits[:, [3, 20]])
     assert [layer.shape for layer in whole.hidden_states] == [(2, 21, 32)] * 3
     assert torch.equal(model.get_base_model().lm_head(whole.hidden_states[-1]), whole.logits)
     assert model(ids, return_dict=False)[0].shape == (2, 21, 64)

@@ -236,6 +236,8 @@ def test_training_ratios_follow_step_and_sample():
     set_ratio_step(resumed, 4)
     assert [ratios_of(resumed, 60), ratios_of(resumed, 60)] == drawn[4]
     assert torch.equal(torch.random.get_rng_state(), state)
+    with torch.no_grad():  # a sample that a trainer generates between two steps
+        assert ratios_of(resumed, 60) == [4] * 7
     resumed.eval()
     assert ratios_of(resumed, 60) == [4] * 7
     # A loop that never tells its step still draws anew each time.
