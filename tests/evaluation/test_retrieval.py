@@ -9,7 +9,7 @@ from rule_model import RuleModel, constant
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.needle import DEPTHS, KINDS, needle, needle_prompts
 from pose_plugin.evaluation.needle import score as needle_score
-from pose_plugin.evaluation.retrieval import RetrievalResult
+from pose_plugin.evaluation.retrieval import Prompt, RetrievalResult, RetrievalTrial
 from pose_plugin.evaluation.topics import TOPICS, topic_prompts, topics, topics_of
 from pose_plugin.evaluation.topics import score as topic_score
 
@@ -186,6 +186,7 @@ def test_results_survive_json_and_are_joined(tokenizer):
         (needle, {"lengths": [400], "trials": 0}, "trials=0"),
         (needle, {"lengths": [400], "trials": 3}, "depths has 5 values for trials=3"),
         (needle, {"lengths": [400], "depths": [2.0]}, r"depths=2.0 is outside"),
+        (needle, {"lengths": [400], "depths": [-0.1]}, r"depths=-0.1 is outside"),
         (needle, {"lengths": [400], "kinds": ["all"]}, "choose from single, multi, kv"),
         (needle, {"lengths": [40]}, "length=40 is smaller than the single needle prompt, which takes"),
         (needle, {"lengths": [40], "kinds": ["kv"]}, "length=40 is smaller than the kv needle prompt"),
@@ -230,3 +231,32 @@ def test_the_seed_changes_the_prompts_and_nothing_else_does(tokenizer, make):
     assert [p.ids for p in first] == [p.ids for p in again]
     assert all(a.expected != b.expected for a, b in zip(first[:3], other[:3], strict=True))
     assert len({p.expected for p in first}) == len(first)
+
+
+def test_figures_by_kind_length_and_depth_by_hand():
+    scores = [("single", 400, 0.0, 1.0), ("single", 400, 0.5, 0.5), ("single", 800, 0.0, 0.0),
+              ("single", 800, 0.0, 0.5), ("kv", 400, 0.0, 0.0), ("kv", 400, 0.5, 0.0), ("kv", 800, 0.0, 1.0),
+              ("kv", 800, 0.5, 1.0)]  # fmt: skip
+    trials = tuple(RetrievalTrial(kind, n, depth, ("1",), "", score) for kind, n, depth, score in scores)
+    result = RetrievalResult("needle", trials, {}, {}, {}, "")
+    assert result.by_length("single") == {400: 0.75, 800: 0.25} and result.by_length("kv") == {400: 0.0, 800: 1.0}
+    assert result.cells("single") == {(400, 0.0): 1.0, (400, 0.5): 0.5, (800, 0.0): 0.25}
+    assert result.cells("kv") == {(400, 0.0): 0.0, (400, 0.5): 0.0, (800, 0.0): 1.0, (800, 0.5): 1.0}
+    assert (result.kinds, result.lengths) == (["single", "kv"], [400, 800])
+
+
+def test_an_answer_has_all_its_tokens_and_ends_where_the_model_says(tokenizer):
+    model = RuleModel(constant(9), len(tokenizer))
+    (prompt,) = needle_prompts(tokenizer, [400], ["single"], [0.5], trials=1)
+    asked = {"kinds": ["single"], "depths": [0.5], "trials": 1, "batch_size": 1, **QUIET}
+    (trial,) = needle(model, tokenizer, [400], **asked).trials
+    assert trial.answer == tokenizer.decode([9] * prompt.budget) and len(model.forwards) == prompt.budget
+    # By its generation config, where the tokenizer knows of no end.
+    model.generation_config.eos_token_id = [7, 9]
+    (trial,) = needle(model, tokenizer, [400], **asked).trials
+    assert trial.answer == ""
+
+
+def test_a_prompt_of_another_length_is_no_prompt():
+    with pytest.raises(AssertionError, match=r"3 \+ 4 tokens is not 8"):
+        Prompt("single", [1, 2, 3], 4, 8, 0.0, ("1",))
