@@ -28,7 +28,7 @@ class BeaconCache(PlainCache):
         adapter: the beacon embedding of the adapter that condensed it, (hidden,) in fp32; another adapter's is refused.
         mark: the tuner, adapter and version of weights that this was last compared with.
         undoes: whether `before` is kept: assisted decoding takes guesses back that passed an interval's end.
-        before: the stream as it was when its last interval was still raw; until more is read.
+        before: the stream as it was when the interval condensed last was still raw.
 
     Shapes: (batch, key-value heads, rows, head size) for each tensor. Memory is kept in pieces, one an interval, so
     that a training step can cut gradients between them.
@@ -150,8 +150,6 @@ class BeaconCache(PlainCache):
         while rows and left > 0:
             rows -= 1
             left -= source.tail[rows] == RAW
-        while rows and source.tail[rows - 1] != RAW:  # a beacon is read again with the token that follows it
-            rows -= 1
         if left:
             raw = source.pending + self.tokens - source.tokens
             raise PoSEError(

@@ -52,7 +52,7 @@ class Generation:
                 raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
             return tuner.model.generate(inputs, **kwargs)
         past = kwargs.pop("past_key_values", None)
-        guesses = _guesses(kwargs)
+        guesses = _guesses(tuner, kwargs)
         if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
             raise PoSEError(
                 "cache: with assistant_model or prompt_lookup_num_tokens, transformers reads the whole text itself; "
@@ -165,9 +165,9 @@ def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: B
     return own
 
 
-def _guesses(kwargs: dict[str, Any]) -> bool:
+def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
     """Whether tokens are guessed, read, and taken back where they were wrong."""
-    config = kwargs.get("generation_config")
+    config = kwargs.get("generation_config") or tuner.model.generation_config
     return any(kwargs.get(n) or getattr(config, n, None) for n in ("assistant_model", "prompt_lookup_num_tokens"))
 
 

@@ -66,7 +66,6 @@ class Reader:
         tokens = given.shape[1]
         condensed, _ = intervals(tokens, config.interval, cache.pending)
         result, at = Outcome(condensed=condensed), 0
-        cache.before = None
         for index in range(condensed + 1):
             count = min(config.interval - cache.pending, tokens - at)
             closing = index < condensed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from pose_plugin.beacon import BeaconCache, condensing
 from pose_plugin.errors import PoSEError
@@ -339,7 +339,9 @@ def test_assisted_decoding(layout):
     model = make_beacon(layout=layout)
     ids = make_ids(30)
     expected = model.generate(ids, max_new_tokens=30, **GREEDY)
-    for how in ({"assistant_model": make_base()}, {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}):
+    looked_up = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
+    in_config = {"generation_config": GenerationConfig(**looked_up)}
+    for how in ({"assistant_model": make_base()}, looked_up, in_config):
         assert torch.equal(model.generate(ids, max_new_tokens=30, **how, **GREEDY), expected)
         cache = BeaconCache()
         assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=30, **how, **GREEDY), expected)
