@@ -56,6 +56,7 @@ def test_key_tokens_are_those_that_only_the_far_text_tells(tokenizer):
     blind = longppl(Copier(500), tokenizer, texts, keys, **QUIET)
     assert blind.by_length[80].longppl == pytest.approx(VOCAB, rel=1e-5)
     assert blind.metrics() == {"longppl/80": blind.by_length[80].longppl}
+    assert result.by_length[80].losses == pytest.approx((-math.log(0.9),) * 2, rel=1e-4)
     # All tokens beyond the short context: 14 at 1/V, 50 copied.
     plain = (14 * math.log(VOCAB) - 50 * math.log(0.9)) / 64
     assert result.by_length[80].plain_loss == pytest.approx(plain, rel=1e-5)
@@ -82,6 +83,17 @@ def test_a_begin_token_counts_in_the_length(tokenizers_by_name):
     keys = key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:79]], 80, 16, "c", **QUIET)
     # Position 0 is the begin token, so the first copy stands at 31.
     assert keys.positions == (tuple(range(31, 80)),)
+    window = longppl(Copier(30), tokenizer, [repeated(30, 3)[:79]], keys, **QUIET).by_length[80]
+    # Beyond the begin token and the short context: 14 at 1/V, 49 copied.
+    assert window.plain_tokens == 63
+    assert window.plain_loss == pytest.approx((14 * math.log(VOCAB) - 49 * math.log(0.9)) / 63, rel=1e-5)
+
+
+def test_texts_are_cut_to_the_length(tokenizer):
+    keys = [key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:n]], 70, 16, "c", **QUIET) for n in (70, 90)]
+    assert keys[0] == keys[1] and keys[0].positions == (tuple(range(30, 70)),)
+    found = [longppl(Copier(30), tokenizer, [repeated(30, 3)[:n]], keys[0], **QUIET) for n in (70, 90)]
+    assert found[0] == found[1]
 
 
 def test_longppl_in_chunks_is_the_same(tokenizer, make_llama, monkeypatch):
@@ -125,12 +137,50 @@ def test_the_gap_probe_by_hand(make_llama, tokenizer):
     assert len({round(probe.loss, 3) for probe in result.by_length.values()}) == 3
 
 
+def test_a_text_without_key_tokens_has_no_loss_of_its_own(tokenizer):
+    """Means over the key tokens of each text: three with the copier's loss, one with the blind model's."""
+    texts = [repeated(30, 3)[:80], repeated(30, 3, seed=1)[:80], repeated(30, 3, seed=2)[:80]]
+    keys = KeyTokens("c", 80, 16, 2.0, -2.0, ((40, 50, 60), (), (20, 70)))
+    window = longppl(Copier(30), tokenizer, texts, keys, **QUIET).by_length[80]
+    copied, blind = -math.log(0.9), math.log(VOCAB)
+    assert window.losses == pytest.approx((copied, (blind + copied) / 2), rel=1e-4)
+    assert window.loss == pytest.approx((4 * copied + blind) / 5, rel=1e-4) and window.tokens == 5
+
+
+def test_the_moved_tokens_see_those_before_them(tokenizer):
+    """A mask is given, and transformers' rule that a jump opens another document is out of force."""
+    from transformers import masking_utils
+
+    from pose_plugin.attention import restart_rule
+
+    seen = []
+
+    class Spy(Copier):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0, **rest):
+            if position_ids is not None:
+                rule = masking_utils.find_packed_sequence_indices
+                seen.append((rule is restart_rule, attention_mask.tolist(), rule(position_ids)))
+            return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **rest)
+
+    before = masking_utils.find_packed_sequence_indices
+    gap_probe(Spy(30), tokenizer, [repeated(30, 3)], [200], 40, 1, **QUIET)
+    assert seen == [(True, [[1] * 40], None)] * 2
+    assert masking_utils.find_packed_sequence_indices is before
+
+
 def test_gap_pieces_and_their_number(make_llama, tokenizer):
     text = torch.randint(0, 400, (500,), generator=torch.Generator().manual_seed(3)).tolist()
     results = [
         gap_probe(make_llama(), tokenizer, [text, text[:30]], [200], 50, n, b, **QUIET) for n, b in ((4, 3), (99, 1))
     ]
     assert [r.windows for r in results] == [4, 10]
+    for probe in results[1].by_length.values():
+        assert len(probe.losses) == 10 and len({round(loss, 3) for loss in probe.losses}) == 10
+        assert sum(probe.losses) / 10 == pytest.approx(probe.loss)
+    # Four of the ten, spread over the text.
+    assert results[0].by_length[200].losses == pytest.approx(
+        [results[1].by_length[200].losses[i] for i in (0, 2, 5, 7)], rel=1e-5
+    )
     assert results[1].by_length[200].count == 10 * 20
     assert gap_probe(make_llama(), tokenizer, [text], [300], **QUIET).tokens == 300
     assert results[0].metrics() == {f"gap_loss/{n}": results[0].by_length[n].loss for n in (50, 200)}

@@ -9,7 +9,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation import perplexity as module
 from pose_plugin.evaluation import token_loss
 from pose_plugin.evaluation.memory import LOGIT_BYTES
-from pose_plugin.evaluation.perplexity import perplexity
+from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity
 
 QUIET = {"progress": False}
 
@@ -120,7 +120,7 @@ def test_logits_come_in_pieces(make_llama, tokenizer, monkeypatch):
     assert LOGIT_BYTES == 64 * 2**20
 
 
-@pytest.mark.parametrize("how", ["foreign head", "peft", "capped", "scaled"])
+@pytest.mark.parametrize("how", ["foreign head", "peft", "capped", "scaled", "multiplied"])
 def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer, how):
     """With the model's own full logits as the reference."""
     if how == "capped":
@@ -137,6 +137,13 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
         model = GraniteForCausalLM(
             GraniteConfig(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
                           num_attention_heads=4, logits_scaling=0.1)
+        ).eval()  # fmt: skip
+    elif how == "multiplied":
+        from transformers import CohereConfig, CohereForCausalLM
+
+        model = CohereForCausalLM(
+            CohereConfig(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                         num_attention_heads=4, logit_scale=8.0)
         ).eval()  # fmt: skip
     elif how == "peft":
         from peft import LoraConfig, get_peft_model
@@ -255,3 +262,43 @@ def test_state_is_as_before(make_llama, tokenizer):
 def test_bad_input_is_refused_before_the_model_runs(tokenizer, changes, message):
     with pytest.raises(PoSEError, match=message):
         perplexity(None, tokenizer, [some_ids(100), some_ids(20)], **changes, **QUIET)
+
+
+def test_the_losses_of_windows_are_the_means_of_what_each_scores(make_llama, tokenizer):
+    """So that two models are compared window by window; they are kept on disk with the rest."""
+    import json
+
+    result = perplexity(make_llama(), tokenizer, [some_ids(32)], [16], stride=8, batch_size=2, **QUIET)
+    window = result.by_length[16]
+    scored = [15, 8, 8]
+    assert sum(loss * n for loss, n in zip(window.losses, scored, strict=True)) / 31 == pytest.approx(window.loss)
+    first = perplexity(make_llama(), tokenizer, [some_ids(32)[:16]], [16], **QUIET).by_length[16]
+    assert window.losses[0] == pytest.approx(first.loss, rel=1e-5)
+    assert PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    data = result.to_dict()
+    del data["by_length"]["16"]["losses"]  # as kept by an earlier version
+    assert PerplexityResult.from_dict(data).by_length[16].losses == ()
+
+
+def test_losses_are_made_in_float32_whatever_the_weights_are_in(make_llama):
+    model, ids = make_llama().to(torch.bfloat16), torch.tensor([some_ids(40)])
+    with torch.no_grad():
+        found = token_loss.TokenLoss(model)(ids)
+        logits = model(input_ids=ids).logits[:, :-1].float()
+    torch.testing.assert_close(found, F.cross_entropy(logits.mT, ids[:, 1:], reduction="none"))
+
+
+def test_a_head_of_its_own_reads_in_chunks_too(make_llama, monkeypatch):
+    model, ids, sizes = make_llama(), torch.tensor([some_ids(40)]), []
+    forward = model.forward
+
+    def counted(input_ids, logits_to_keep=0, **rest):
+        sizes.append(input_ids.shape[1])
+        return forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **rest)
+
+    with torch.no_grad():
+        loss = token_loss.TokenLoss(model)
+        loss.at_head, whole = False, loss(ids)
+        monkeypatch.setattr(model, "forward", counted)
+        torch.testing.assert_close(loss(ids, 8), whole, rtol=1e-4, atol=1e-4)
+    assert sizes == [8] * 5
