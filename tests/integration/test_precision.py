@@ -248,20 +248,19 @@ def test_ways_out_of_axolotl_are_keys_of_its_yaml(fsdp, way):
     assert "optimizer: adamw_torch_8bit with optim_args: {bf16_stochastic_round: true}" in text
 
 
-@pytest.mark.parametrize("dtype, times", [(torch.bfloat16, 1), (torch.float32, 0)])
-def test_trl_with_a_model_in_bf16(tmp_path, dtype, times):
-    pytest.importorskip("trl.trainer.sft_trainer")  # once, for both children
-    outcome = forked(_by_trl, tmp_path, dtype)
-    assert outcome.output.count("is rounded away in") == times, outcome.output
-    assert outcome.value < 0.3 if times else outcome.value > 0.9
+def test_trl_with_a_model_in_bf16(tmp_path):
+    pytest.importorskip("trl")
+    outcome = forked(_by_trl, tmp_path)
+    assert outcome.output.count("is rounded away in") == 1, outcome.output
+    assert outcome.value < 0.3
 
 
-def _by_trl(folder: Any, dtype: Any) -> float:
-    """The share of a projection's weights that moved in two steps of 0.00001, computed in bf16 both times."""
+def _by_trl(folder: Any) -> float:
+    """The share of a projection's weights that moved in two steps of 0.00001."""
     from tests.integration import trl_runs
 
     owner = trl_runs.sft(folder, bf16=True, learning_rate=1e-5, max_steps=2, eval_strategy="no")
-    owner.model.to(dtype)
+    owner.model.to(torch.bfloat16)
     weight = owner.model.model.layers[0].mlp.up_proj.weight
     before = weight.detach().clone()
     owner.train()

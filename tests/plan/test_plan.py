@@ -132,8 +132,7 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
 
 
 @pytest.mark.axolotl
-@pytest.mark.parametrize("lengths, rows, packed", [([10] * 12, 12, 3), ([199] * 3, 12, 12), ([6400], 64, 64)])
-def test_rows_of_type_completion(tmp_path, lengths, rows, packed):
+def test_rows_of_type_completion():
     """What the notes say, from Axolotl itself: pieces of a text, what is behind 64 of them, and packs of them."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
     from axolotl.prompt_strategies.completion import load
@@ -144,11 +143,20 @@ def test_rows_of_type_completion(tmp_path, lengths, rows, packed):
     from tests.conftest import make_tokenizer
 
     strategy = load(make_tokenizer(), DictDefault({"sequence_len": 50, "train_on_inputs": False}), {"field": "text"})
-    made = strategy.tokenize_prompt({"text": [" ".join(["w40"] * length) for length in lengths]})["input_ids"]
-    assert len(made) == rows and max(map(len, made)) <= 50
+
+    def pieces(*lengths):
+        """Each text ends with a token of its own."""
+        made = strategy.tokenize_prompt({"text": [" ".join(["w40"] * length) for length in lengths]})["input_ids"]
+        return list(map(len, made))
+
+    assert pieces(*[10] * 12) == [11] * 12
+    assert pieces(*[199] * 3) == [50] * 12
+    assert pieces(6400) == [50] * 64
+    # 12 short texts become 3 rows, fewer than their lines; 3 long ones become 12, more.
+    lengths = np.array(pieces(*[10] * 12, *[199] * 3))
     sampler = MultipackBatchSampler(
-        SequentialSampler(range(len(made))),
-        lengths=np.array(list(map(len, made))),
+        SequentialSampler(range(len(lengths))),
+        lengths=lengths,
         batch_max_len=50,
         batch_size=1,
         group_size=100,
@@ -156,7 +164,8 @@ def test_rows_of_type_completion(tmp_path, lengths, rows, packed):
         drop_last=False,
         num_processes=1,
     )
-    assert sum(len(batch) for batch in sampler) == packed
+    packs = [pack for batch in sampler for pack in batch]
+    assert sorted(int(lengths[pack].sum()) for pack in packs) == [44] * 3 + [50] * 12
 
 
 LORA = {"adapter": "lora", "lora_r": 8, "lora_target_linear": True}
