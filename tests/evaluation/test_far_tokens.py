@@ -84,9 +84,10 @@ def test_a_begin_token_counts_in_the_length(tokenizers_by_name):
     # Position 0 is the begin token, so the first copy stands at 31.
     assert keys.positions == (tuple(range(31, 80)),)
     window = longppl(Copier(30), tokenizer, [repeated(30, 3)[:79]], keys, **QUIET).by_length[80]
-    # Beyond the begin token and the short context: 14 at 1/V, 49 copied.
+    # Beyond the begin token and the short context: 13 at 1/V, one that is taken for the begin token, 49 copied.
     assert window.plain_tokens == 63
-    assert window.plain_loss == pytest.approx((14 * math.log(VOCAB) - 49 * math.log(0.9)) / 63, rel=1e-5)
+    wrong = math.log((VOCAB - 1) / 0.1)
+    assert window.plain_loss == pytest.approx((13 * math.log(VOCAB) + wrong - 49 * math.log(0.9)) / 63, rel=1e-5)
 
 
 def test_texts_are_cut_to_the_length(tokenizer):
@@ -208,6 +209,7 @@ def test_both_survive_json(tokenizer, make_llama):
     result = longppl(Copier(30), tokenizer, texts, keys, **QUIET)
     assert LongPPLResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     assert "copier" in result.definition and "2410.23771" in result.definition
+    assert "log-probability above -2 with" in result.definition and "gains more than 2 over" in result.definition
     gap = gap_probe(make_llama(), tokenizer, texts, [100], 40, **QUIET)
     assert GapResult.from_dict(json.loads(json.dumps(gap.to_dict()))) == gap
 
