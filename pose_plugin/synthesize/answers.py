@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class UnusableError(Exception):
@@ -22,7 +23,9 @@ class _Answer(BaseModel):
 class Question(_Answer):
     question: str
     answer: str
-    quotes: list[str]
+    # For servers that hold a model to the schema: in an endless list small models repeat themselves until they are cut
+    # off. Nothing is refused for more.
+    quotes: list[str] = Field(json_schema_extra={"maxItems": 6})
 
 
 class Questions(_Answer):
@@ -55,25 +58,50 @@ def parse(content: str, form: type[Form]) -> Form:
         raise UnusableError(f"{place}: {first['msg'][:120]}") from None
 
 
+def parse_questions(content: str) -> tuple[list[Question], bool]:
+    """Reads an answer of questions. Of one that was cut off or broken, those that are whole: they are paid.
+
+    Returns:
+        The questions, and whether the answer was whole.
+
+    Raises:
+        UnusableError: there is none.
+    """
+    try:
+        return parse(content, Questions).questions, True
+    except UnusableError:
+        found = []
+        # Not those of a draft in its thoughts, which may be what was cut off.
+        for _, value in _objects(re.sub(r"<think>.*?(</think>|\Z)", "", content, flags=re.S)):
+            with suppress(ValidationError):
+                found.append(Question.model_validate(value))
+        if not found:
+            raise
+        return found, False
+
+
 def _find_object(text: str, names: Set[str]) -> Any:
     """The first JSON object with one of the names in it."""
     reason = "it holds no JSON object"
+    for error, value in _objects(text):
+        if error is None and names & value.keys():
+            # In an object that was cut off, those inside may be whole.
+            return value
+        if reason.startswith("it holds"):
+            reason = f"its JSON has none of the names {', '.join(sorted(names))}" if error is None else error
+    raise UnusableError(reason)
+
+
+def _objects(text: str) -> Iterator[tuple[str | None, Any]]:
+    """(None, object) of everything that is one, (what is wrong with it, None) of what begins like one."""
     for match in re.finditer(r"\{", text):
         try:
             # strict=False: small models write line breaks into strings.
-            value, _ = json.JSONDecoder(strict=False).raw_decode(text, match.start())
+            yield None, json.JSONDecoder(strict=False).raw_decode(text, match.start())[0]
         except json.JSONDecodeError as error:
-            if reason.startswith("it holds"):
-                reason = f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})"
-            continue
+            yield f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})", None
         except RecursionError:
             continue
-        # In an object that was cut off, those inside may be whole.
-        if names & value.keys():
-            return value
-        if reason.startswith("it holds"):
-            reason = f"its JSON has none of the names {', '.join(sorted(names))}"
-    raise UnusableError(reason)
 
 
 class Finder:

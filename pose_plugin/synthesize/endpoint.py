@@ -74,6 +74,7 @@ class Endpoint:
         self._may_change_format = answer_format == "auto"
         self._length_name = "max_tokens"
         self._sends_temperature = True
+        self._sends_limits = True
         self._answered = False
         self.reached = False
 
@@ -84,6 +85,7 @@ class Endpoint:
             "answer_format": self.answer_format,
             "length_parameter": self._length_name,
             "temperature_sent": self._sends_temperature,
+            "limits_sent": self._sends_limits,
         }
 
     async def close(self) -> None:
@@ -98,12 +100,12 @@ class Endpoint:
             FaultError, RefusedError, StopError: see there.
         """
         while True:
-            used = (self.answer_format, self._length_name, self._sends_temperature)
+            used = self._found()
             values: dict[str, Any] = {self._length_name: answer_tokens}
             if self._sends_temperature:
                 values["temperature"] = temperature
             if self.answer_format != "text":
-                values["response_format"] = _response_format(self.answer_format, form)
+                values["response_format"] = _response_format(self.answer_format, form, self._sends_limits)
             try:
                 messages: Any = [{"role": "user", "content": text}]
                 sent = self._client.chat.completions.create(model=model, messages=messages, seed=seed, **values)
@@ -116,17 +118,22 @@ class Endpoint:
                 self._answered = self.reached = True
                 return _reply(reply)
 
-    def _learn(self, error: Exception, used: tuple[str, str, bool]) -> bool:
+    def _found(self) -> tuple[object, ...]:
+        return self.answer_format, self._length_name, self._sends_temperature, self._sends_limits
+
+    def _learn(self, error: Exception, used: tuple[object, ...]) -> bool:
         """Whether the request may be sent again without what the server refused."""
         if getattr(error, "status_code", None) not in (400, 422, 500, 501):
             return False
-        if used != (self.answer_format, self._length_name, self._sends_temperature):
+        if used != self._found():
             return True  # another request has learnt it in the meantime
         said = str(getattr(error, "message", error)).lower()
         if "max_completion_tokens" in said and self._length_name == "max_tokens":
             self._length_name = "max_completion_tokens"
         elif "temperature" in said and self._sends_temperature:
             self._sends_temperature = False
+        elif "maxitems" in said and self._sends_limits:
+            self._sends_limits = False
         elif any(word in said for word in ("response_format", "json_schema", "json_object", "grammar", "schema")):
             if not self._may_change_format or self.answer_format == "text":
                 return False
@@ -172,10 +179,14 @@ class Endpoint:
         return text if len(text) <= 300 else text[:300] + "…"
 
 
-def _response_format(kind: str, form: type[BaseModel]) -> dict[str, Any]:
+def _response_format(kind: str, form: type[BaseModel], limits: bool) -> dict[str, Any]:
     if kind == "object":
         return {"type": "json_object"}
     schema = form.model_json_schema()
+    if not limits:
+        for part in (schema, *schema.get("$defs", {}).values()):
+            for value in part["properties"].values():
+                value.pop("maxItems", None)
     if kind == "object-schema":
         return {"type": "json_object", "schema": schema}
     return {"type": "json_schema", "json_schema": {"name": form.__name__.lower(), "strict": True, "schema": schema}}

@@ -75,6 +75,29 @@ def test_one_bad_question_does_not_spoil_the_others(tmp_path):
     assert len(questions_from(json.dumps({"questions": questions[3:4]}), 2, lambda each: False, believing)[0]) == 1
 
 
+WHOLE = json.dumps({"question": "Who?", "answer": "The {whale}.", "quotes": ["came up at dawn"]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # Cut off at --answer-tokens; then one question of three in another form.
+        f'{{"questions": [{WHOLE}, {WHOLE.replace("Who", "What")}, {{"question": "Why?", "ans',
+        f'{{"questions": [{WHOLE}, {{"question": 3}}, {WHOLE.replace("Who", "What")}]}}',
+    ],
+)
+def test_whole_questions_of_a_broken_answer_are_kept(tmp_path, content):
+    settings = Settings(inputs=(), output=tmp_path, tokenizer="t", model="m", window=6000)
+    turns, dropped = questions_from(content, 5, lambda quotes: True, settings)
+    assert [(turn.question, turn.answer) for turn in turns] == [("Who?", "The {whale}."), ("What?", "The {whale}.")]
+    assert dropped == {"rest of an answer that was cut off or broken": 1}
+    # Nothing of a draft, and of what has no whole question the reason is told.
+    with pytest.raises(UnusableError):
+        questions_from(f"<think>{content}", 5, lambda quotes: True, settings)
+    with pytest.raises(UnusableError, match="its JSON is broken or cut off"):
+        questions_from(content[: len(WHOLE)], 5, lambda quotes: True, settings)
+
+
 def test_line_breaks_in_strings_are_read():
     assert parse('{"biography": "a\nb"}', Biography).biography == "a\nb"
 
@@ -128,6 +151,11 @@ def strict(schema: dict) -> None:
 @pytest.mark.parametrize("form", [Questions, Characters, Biography])
 def test_schemas_are_strict(form):
     strict(form.model_json_schema())
+
+
+def test_more_quotes_than_the_schema_allows_are_taken():
+    question = {"question": "Who?", "answer": "The whale.", "quotes": [str(number) for number in range(9)]}
+    assert len(parse(json.dumps({"questions": [question]}), Questions).questions[0].quotes) == 9
 
 
 def test_changed_prompts_have_a_new_version():

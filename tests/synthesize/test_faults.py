@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pose_plugin.cli import main
@@ -69,6 +71,10 @@ def test_a_wished_wait_is_kept(one_book, tmp_path):
         ),
         ({0: "400 |use max_completion_tokens instead"}, {"length_parameter": "max_completion_tokens"}),
         ({0: "400 |temperature does not support 0.7"}, {"temperature_sent": False}),
+        (
+            {0: "400 |Invalid schema for response_format: 'maxItems' is not permitted"},
+            {"limits_sent": False, "answer_format": "schema"},
+        ),
     ],
 )
 def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expected):
@@ -80,6 +86,8 @@ def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expec
     assert expected.items() <= found["server"].items()
     assert found["requests"]["faults"] == {}
     formats = {"schema": "json_schema", "object-schema": "json_object", "object": "json_object", "text": None}
+    limited = found["server"]["limits_sent"] and found["server"]["answer_format"] in ("schema", "object-schema")
+    assert ("maxItems" in json.dumps(last)) == limited
     assert last.get("response_format", {}).get("type") == formats[found["server"]["answer_format"]]
     assert found["server"]["length_parameter"] in last
     assert ("temperature" in last) is found["server"]["temperature_sent"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.answers import Question, Questions, UnusableError, parse
+from pose_plugin.synthesize.answers import Question, UnusableError, parse_questions
 from pose_plugin.synthesize.asking import Asker, GivenUpError, Request
 from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
@@ -84,14 +84,17 @@ def questions_from(
     turns: list[Turn] = []
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
-    for question in parse(content, Questions).questions:
+    questions, whole = parse_questions(content)
+    if not whole:
+        dropped["rest of an answer that was cut off or broken"] += 1
+    for question in questions:
         problem = _problem(question, fits, settings, seen)
         if problem:
             dropped[problem] += 1
         elif len(turns) < count:
             turns.append(Turn(question.question, question.answer))
     if not turns:
-        why = f"all {sum(dropped.values())} questions were dropped: {', '.join(dropped)}" if dropped else "no question"
+        why = f"all {len(questions)} questions were dropped: {', '.join(dropped)}" if questions else "no question"
         raise UnusableError(why)
     return turns, dropped
 
