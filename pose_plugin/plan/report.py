@@ -20,6 +20,8 @@ def text(plan: Plan) -> str:
     parts = [f"Plan for {inputs.base}\n"]
     if plan.beacon is not None:
         parts.append(_beacon(plan.beacon))
+    elif plan.inputs.beacon is not None:
+        parts.append(f"Window     as the base has it; texts of up to {plan.window} tokens are read in intervals")
     elif plan.target is None:
         parts.append(f"Window     {plan.window} tokens; nothing is extended")
     else:

@@ -155,6 +155,21 @@ def test_what_the_run_refuses_the_plan_refuses(base, changes, message):
         plan_of(base, **changes)
 
 
+def test_without_peft_memory_is_planned_and_the_rest_is_said_to_be_open(base, monkeypatch):
+    def missing(name, *args, **kwargs):
+        if name.startswith(("pose_plugin.beacon", "pose_plugin.integrations.axolotl_beacon")):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    real = __builtins__["__import__"]
+    monkeypatch.setitem(__builtins__, "__import__", missing)
+    plan = plan_of(base, {"intervall": 5})
+    monkeypatch.undo()
+    assert plan.beacon is None and plan.memory.trained_parameters > 0
+    assert any("PEFT is missing" in note for note in plan.inputs.notes)
+    assert "texts of up to 65536 tokens are read in intervals" in text(plan)
+
+
 def test_the_yaml_is_left_as_it_is(base):
     given = {**RUN, "beacon": dict(BEACON), "load_in_4bit": True, "gradient_checkpointing": True}
     before = {key: dict(value) if isinstance(value, dict) else value for key, value in given.items()}
