@@ -184,6 +184,7 @@ def test_gap_pieces_and_their_number(make_llama, tokenizer):
     )
     assert results[1].by_length[200].count == 10 * 20
     assert gap_probe(make_llama(), tokenizer, [text], [300], **QUIET).tokens == 300
+    assert [probe.gap for probe in results[0].by_length.values()] == [0, 150]
     assert results[0].metrics() == {f"gap_loss/{n}": results[0].by_length[n].loss for n in (50, 200)}
 
 
@@ -230,3 +231,18 @@ def full_when_long(forward):
         return forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **rest)
 
     return full
+
+
+def test_the_begin_token_of_a_gap_piece_counts_in_its_tokens(tokenizers_by_name, make_llama, monkeypatch):
+    tokenizer, model, seen = tokenizers_by_name["with BOS"], make_llama(900), []
+    forward = model.forward
+
+    def spy(input_ids=None, **rest):
+        seen.extend(input_ids.tolist() if "position_ids" in rest else [])
+        return forward(input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(model, "forward", spy)
+    text = repeated(30, 4)
+    assert gap_probe(model, tokenizer, [text], [100], 40, **QUIET).windows == 3
+    begin = [tokenizer.bos_token_id]
+    assert seen == 2 * [begin + text[at : at + 39] for at in (0, 39, 78)]
