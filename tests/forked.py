@@ -201,6 +201,9 @@ class _Child:
             sys.stdout = os.fdopen(1, "w", buffering=1)
             sys.stderr = os.fdopen(2, "w", buffering=1)
             os.environ.update(environment)
+            if "torch" in sys.modules:
+                # Threads that torch has made in the parent are not here, and whoever gives them work waits for ever.
+                sys.modules["torch"].set_num_threads(1)
             try:
                 send.send((True, case(*args)))
             except BaseException as error:

@@ -90,6 +90,24 @@ def _is_alive(pid):
     return True
 
 
+def test_threads_of_the_parent_are_not_waited_for():
+    """As where OMP_NUM_THREADS is 2 outside and the parent has computed something before."""
+
+    def work():
+        import torch
+
+        return float((torch.ones(500, 500) @ torch.ones(500, 500)).exp().sum(-1)[0])
+
+    def parent():
+        import torch
+
+        torch.set_num_threads(2)
+        work()
+        return forked(work, timeout=60).value
+
+    assert forked(parent).value == float("inf")
+
+
 def test_an_interrupt_leaves_no_child(tmp_path, monkeypatch):
     def case():
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
