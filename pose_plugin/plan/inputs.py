@@ -127,6 +127,9 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     packed = bool(cfg.get("sample_packing"))
     # -1, as 0, leaves it to the epochs.
     steps = given.get("steps") or max(number(cfg, "max_steps", 0, least=-1), 0)
+    gone = [each["path"] for each in _datasets(cfg) if _is_missing_file(each.get("path"))]
+    if not steps and not rows and gone:
+        notes.append(f"datasets: {gone[0]} is not on this machine, as seen from here, so its rows are not counted")
     if not steps and rows:
         if not given.get("rows"):
             notes += _of_rows(rows, packed, any(each.get("type") == "completion" for each in _datasets(cfg)))
@@ -139,6 +142,11 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
         beacon=beacon, bf16=_narrow(cfg, run),
         learning_rate=number(cfg, "learning_rate", None, least=0, whole=False), notes=notes,
     )  # fmt: skip
+
+
+def _is_missing_file(path: Any) -> bool:
+    """Whether that names a file, not a data set of the Hub, which is not here."""
+    return Path(str(path)).suffix in (".jsonl", ".json", ".parquet", ".csv") and not Path(str(path)).exists()
 
 
 def _refuse_as_the_run(cfg: Mapping[str, Any], notes: list[str]) -> None:
@@ -243,8 +251,6 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
     for each in _datasets(cfg):
         path = Path(str(each.get("path")))
         if path.suffix != ".jsonl" or not path.is_file():
-            if path.suffix in (".jsonl", ".json", ".parquet", ".csv") and not path.exists():
-                notes.append(f"datasets: {path} is not on this machine, as seen from here, so its rows are not counted")
             return None
         with path.open("rb") as file:
             count += sum(bool(line.strip()) for line in file)

@@ -357,6 +357,7 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
     gone = {"max_steps": None, "datasets": [{"path": "gone.jsonl"}]}
     found = from_values(values(base, **gone))
     assert found.steps is None and "gone.jsonl is not on this machine" in found.notes[0]
+    assert not from_values(values(base, **gone), steps=5).notes
     # A name of the Hub is no file that should be here.
     assert not from_values(values(base, max_steps=None, datasets=[{"path": "someone/data"}])).notes
 
