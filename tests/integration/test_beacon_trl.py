@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
 
-from tests.forked import CaseError, forked, good_ranks, ranks
+from tests.forked import LIMIT, CaseError, forked, good_ranks, ranks
 from tests.integration import distributed
 from tests.integration.trl_runs import make_model, words
 
@@ -311,7 +311,7 @@ def test_the_launcher_and_the_example(tmp_path):
     command += [str(script), "--data", str(tmp_path / "rows.jsonl")]
     command += ["--steps", "2", "--batch-size", "1", "--output", str(tmp_path / "out")]
     variables = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=root, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=root, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("saved to ") == 2  # each rank says it
     assert (done.stdout + done.stderr).count("the first step that condensed left a gradient") == 1

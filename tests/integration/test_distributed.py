@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.forked import CaseError, Once, forked, good_ranks, ranks
+from tests.forked import LIMIT, CaseError, Once, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
 from tests.test_docs import blocks, commands
@@ -349,7 +349,7 @@ def test_the_launcher_and_the_example(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=LIMIT,
         cwd=distributed.ROOT,
         env={**os.environ, "PYTHONPATH": str(distributed.ROOT), "TRANSFORMERS_VERBOSITY": "info"},
     )
