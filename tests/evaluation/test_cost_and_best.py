@@ -5,8 +5,11 @@ import pytest
 from pose_plugin.evaluation.best import Best, best_by_measure, overall
 from pose_plugin.evaluation.cost import Work, duration, estimates, operations
 from pose_plugin.evaluation.gap import Gap, GapResult
+from pose_plugin.evaluation.longppl import LongPPL, LongPPLResult
 from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.perplexity import PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 
 
 def test_operations_by_hand(make_llama):
@@ -74,6 +77,7 @@ def test_the_best_by_measure_and_over_all():
     ("differences", "apart"),
     [
         ([1, 1, 0, 0, 0], False),  # mean 0.4, standard error 0.245
+        ([1, 1, 1, 0, -0.3], False),  # mean 0.54, standard error 0.286; 0.256 without Bessel's correction
         ([1, 1, 1, 0, 0], True),  # mean 0.6, standard error 0.245
         ([-1, -1, -1, 0, 0], True),
         ([1, 1, 1, 1], False),  # too few
@@ -89,6 +93,13 @@ def test_two_models_are_told_apart_prompt_by_prompt(differences, apart):
     best = Best("x", {"a": 2.0, "b": 1.0}, True, samples)
     assert (best.apart("a", "b"), best.apart("b", "a")) == (apart, apart)
     assert (best.names, best.close) == (["a"], [] if apart else ["b"])
+
+
+def test_one_of_two_leaders_is_enough_to_be_close_to():
+    samples = {"a": (1.0,) * 5, "b": (2.0, 2.0, 1.0, 0.0, 0.0), "c": (0.6,) * 5, "d": (-9.0,) * 5}
+    best = Best("x", {"a": 1.0, "b": 1.0, "c": 0.6, "d": -9.0}, True, samples)
+    assert (best.apart("c", "a"), best.apart("c", "b")) == (True, False)
+    assert (best.names, best.close) == (["a", "b"], ["c"])
 
 
 def test_unequal_samples_tell_nothing():
@@ -124,6 +135,56 @@ def test_losses_of_other_tokens_are_not_compared():
     passkey, probe = best_by_measure(Report(models))
     assert passkey.names == ["b"] and probe.names == ["c"] and set(probe.values) == {"a", "c"}
     assert [one.measure for one in best_by_measure(Report(models[:2]))] == ["passkey, mean over lengths"]
+
+
+def losses(name, loss, spread=0.0):
+    """A model with every measure of loss: `spread` apart from window to window."""
+    each = tuple(loss + spread * i for i in (-2, -1, 0, 1, 2))
+    window = WindowPerplexity(256, 128, 5, 9, loss, (), each)
+    result = PerplexityResult({128: WindowPerplexity(128, 64, 5, 9, 9.0, ()), 256: window}, False, 1, 0)
+    far = LongPPLResult({256: LongPPL(256, loss, 9, 1.0, 9, each)}, "e", 64, 2.0, -2.0, 5)
+    return ModelResult(
+        name, perplexity=result, longppl=far, gap=GapResult({256: Gap(256, 0, loss, 9, each)}, 128, 51, 5)
+    )
+
+
+def test_every_loss_at_the_longest_length_window_by_window():
+    found = best_by_measure(Report([losses("a", 2.0, 0.5), losses("b", 1.5), losses("c", 1.9)]))
+    assert [one.measure for one in found] == ["perplexity at 256", "LongPPL at 256", "gap loss at 256"]
+    for one in found[:2]:
+        assert one.values == pytest.approx({"a": math.exp(2.0), "b": math.exp(1.5), "c": math.exp(1.9)})
+    # Two nats from window to window hide half a nat between models; 0.4 without any are told apart.
+    assert [(one.names, one.close) for one in found] == [(["b"], ["a"])] * 3
+
+
+def test_what_is_no_number_is_the_worst_and_told_apart():
+    for nothing in (math.nan, math.inf):
+        found = best_by_measure(Report([losses("a", nothing), losses("b", 1.5), losses("c", 1.6, nothing)]))
+        gap = found[-1]
+        assert gap.names == ["b"] and gap.close == ["c"]  # c's windows say nothing
+        assert gap.apart("a", "b") and gap.rank("a") == 3.0
+    assert best_by_measure(Report([losses("a", math.nan), losses("b", math.nan)])) == []
+
+
+def test_kinds_of_needles_are_measures_of_their_own():
+    def model(name, single, kv):
+        trials = [
+            RetrievalTrial(k, 256, 0.0, ("1",), "", v) for k, v in (("single", single), ("kv", kv)) for _ in "12345"
+        ]
+        return ModelResult(name, needle=RetrievalResult("needle", tuple(trials), {}, {}, {}, ""))
+
+    single, kv = best_by_measure(Report([model("a", 1.0, 0.0), model("b", 0.5, 0.5)]))
+    assert (single.values, kv.values) == ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.5})
+    assert (single.samples["a"], kv.samples["a"]) == ((1.0,) * 5, (0.0,) * 5)
+
+
+def test_a_model_without_one_of_the_measures_has_no_place_over_all():
+    only_keys = ModelResult("c", keys({256: 10}))
+    report = Report(
+        [ModelResult("a", keys({256: 5}), gap=gap(3.0)), ModelResult("b", keys({256: 4}), gap=gap(4.0)), only_keys]
+    )
+    assert [name for name, _ in overall(best_by_measure(report))] == ["a", "b"]
+    assert [name for name, _ in overall(best_by_measure(Report([only_keys, *report.models[:2]])))] == ["a", "b"]
 
 
 def test_ties_and_models_alone():

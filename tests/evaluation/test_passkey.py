@@ -271,3 +271,5 @@ def test_a_token_may_hold_several_of_the_digits_to_come(tokenizers_by_name):
     (first,) = tokenizer(" 1", add_special_tokens=False)["input_ids"]
     assert read.most_digits >= 2
     assert [read([first], budget, "12345")[1] for budget in (1, 3)] == [False, None]
+    # None come behind an end.
+    assert read([tokenizer.eos_token_id], 3, "12345") == ("", False)
