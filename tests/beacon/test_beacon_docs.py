@@ -83,7 +83,8 @@ def test_committed_learning_beats_a_sliding_window():
     result = committed("beacon_learning")
     assert [n // result["window"] for n in result["lengths"]] == [4, 8, 16, 32]
     told, readers = result["about"]["beacons"], result["readers"]
-    assert told and all(each["seed"] >= 10 and each["short_inputs_identical"] for each in told)
+    assert len({each["seed"] for each in told}) >= 3
+    assert all(each["seed"] >= 10 and each["short_inputs_identical"] for each in told)
     for ours, plain, half in zip(readers["beacons"], readers["sliding"], readers["half"], strict=True):
         for length in map(str, result["lengths"]):
             assert ours["digit"][length] > plain["digit"][length] + 0.5
@@ -91,6 +92,28 @@ def test_committed_learning_beats_a_sliding_window():
     for ours, another in zip(readers["beacons"], readers["another"], strict=True):
         for length in map(str, result["lengths"]):
             assert ours["fact digits"][length] < another["fact digits"][length] - 1
+
+
+def test_what_the_control_shows():
+    """Without memory, all weights trained: documents' form is learned, the digits are guessed."""
+    readers = committed("beacon_learning")["readers"]
+    for control in readers["unfrozen"]:
+        for length, share in control["digit"].items():
+            assert share < 0.25
+            assert control["fact digits"][length] > 1.5
+            for measure in ("facts", "text"):
+                assert control[measure][length] < max(ours[measure][length] for ours in readers["beacons"])
+
+
+def test_what_the_ablation_shows():
+    """Stepwise with ratios per interval: best in the mean, and learned with each of three seeds. Others vary."""
+    runs = committed("beacon_learning")["ablation"]["runs"]
+    (first, ours), *others = runs.items()
+    assert first.startswith("stepwise") and all(len(each) == 3 for each in runs.values())
+    for length in ours[0]["digit"]:
+        assert min(run["digit"][length] for run in ours) > 0.9
+        for _, theirs in others:
+            assert sum(run["digit"][length] for run in theirs) < sum(run["digit"][length] for run in ours)
 
 
 def test_committed_learning_through_axolotl():
