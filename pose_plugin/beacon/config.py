@@ -67,6 +67,10 @@ class BeaconConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = peft_type()
         self.task_type = self.task_type or "CAUSAL_LM"
+        for key in ("target_modules", "exclude_modules"):
+            names = getattr(self, key)
+            if not isinstance(names, str | list | tuple | set | None):
+                raise PoSEError(f"{key}: {names!r} is no list of names; write e.g. [q_proj, k_proj, v_proj, o_proj]")
         if isinstance(self.target_modules, list | tuple):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
         if isinstance(self.exclude_modules, list | tuple):

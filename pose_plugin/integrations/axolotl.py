@@ -214,7 +214,7 @@ def _refuse_other_keys(cfg: Any, settings: PoSESettings) -> None:
             "reach the collator: they would be trained as one. Set sample_packing: false, or streaming: false"
         )
     for key in ("context_parallel_size", "sequence_parallel_degree"):
-        if (cfg.get(key) or 1) > 1:
+        if cfg.get(key) not in (None, 0, 1):
             raise PoSEError(
                 f"{key}={cfg.get(key)} splits each row over devices: Axolotl then counts the positions of a batch "
                 "above one row anew, without jumps, and finds documents by rules of its own. "

@@ -65,7 +65,7 @@ def prepare(cfg: Any) -> None:
         if cfg.get(key):
             raise PoSEError(f"{key}={cfg.get(key)!r} cannot go with adapter: beacon: {why}")
     for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
-        if (cfg.get(key) or 1) > 1:
+        if cfg.get(key) not in (None, 0, 1):
             raise PoSEError(
                 f"{key}={cfg.get(key)} divides rows or projections over devices, and beacons read a row in intervals "
                 f"with whole projections. Set {key}: 1: DDP or ZeRO uses the devices"
@@ -73,14 +73,17 @@ def prepare(cfg: Any) -> None:
     if cfg.get("load_in_4bit"):
         _quantise(cfg)
     pose = cfg.get("pose")
-    if pose is not None and pose.get("sampler", "pose") != "none":
+    # What is no mapping is refused where it is read.
+    if isinstance(pose, Mapping) and pose.get("sampler", "pose") != "none":
         raise PoSEError(
             f"pose.sampler={pose.get('sampler', 'pose')} skips positions, and beacons count positions inside their own "
             "window. Beside `beacon:` the `pose:` block can only stretch the window: pose: {target_length: …, rope: "
             "yarn, sampler: none}"
         )
     if cfg.get("gradient_checkpointing"):
-        given = dict(cfg.get("gradient_checkpointing_kwargs") or {})
+        given = cfg.get("gradient_checkpointing_kwargs") or {}
+        if not isinstance(given, Mapping):
+            raise PoSEError(f"gradient_checkpointing_kwargs={given!r} is no block; write {{use_reentrant: false}}")
         if given.get("use_reentrant"):
             raise PoSEError(
                 "gradient_checkpointing_kwargs.use_reentrant=True gives every beacon parameter a zero gradient, with "

@@ -26,6 +26,7 @@ from pose_plugin.beacon import (
 from pose_plugin.beacon.guards import check_checkpointing
 from pose_plugin.beacon.layer import BeaconLayer
 from pose_plugin.errors import PoSEError
+from pose_plugin.integrations.precision import watch_small_steps
 from pose_plugin.log import log, show_log
 from pose_plugin.ranks import gather, together
 
@@ -56,6 +57,7 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     tuner.report_statistics = getattr(trainer.args, "loss_type", None) == "chunked_nll"
     callback = BeaconCallback(_group(trainer, tuner.active_config.interval, group_by_intervals))
     trainer.add_callback(callback)
+    watch_small_steps(trainer)
     return callback
 
 

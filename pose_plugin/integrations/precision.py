@@ -26,6 +26,12 @@ LITTLE = 0.05
 ROUNDING = "adamw_torch_8bit", "bf16_stochastic_round"
 
 
+def watch_small_steps(trainer: Any) -> None:
+    """Adds `LostSteps` to a trainer, once."""
+    if not any(isinstance(each, LostSteps) for each in trainer.callback_handler.callbacks):
+        trainer.add_callback(LostSteps(trainer))
+
+
 def keep_small_steps(trainer: Any) -> int:
     """Casts half-precision copies of `modules_to_save` to float32; what they give out stays in the type it had.
 
@@ -35,8 +41,7 @@ def keep_small_steps(trainer: Any) -> int:
     Returns:
         how many weights were cast.
     """
-    if not any(isinstance(each, LostSteps) for each in trainer.callback_handler.callbacks):
-        trainer.add_callback(LostSteps(trainer))
+    watch_small_steps(trainer)
     if "peft" not in sys.modules or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return 0
     import torch

@@ -153,16 +153,10 @@ def _refuse_as_the_run(cfg: Mapping[str, Any], notes: list[str]) -> None:
     """What the real run refuses of a `beacon:` block and beside it, by the same function.
 
     Raises:
-        PoSEError: as the run would; and for values of a wrong type, at which the run would end less politely.
+        PoSEError: as the run would; and for blocks that are none, which Axolotl refuses by itself.
     """
     for key in ("pose", "gradient_checkpointing_kwargs", "bnb_config_kwargs", "overrides_of_model_kwargs"):
         block(cfg, key)
-    for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
-        number(cfg, key, None, least=0)
-    for key in ("target_modules", "exclude_modules"):
-        names = cfg["beacon"].get(key) if isinstance(cfg.get("beacon"), Mapping) else None
-        if not isinstance(names, str | list | None):
-            raise PoSEError(f"beacon.{key}={names!r} is no list of names; write e.g. [q_proj, k_proj, v_proj, o_proj]")
     try:
         from pose_plugin.integrations.axolotl_beacon import prepare
 

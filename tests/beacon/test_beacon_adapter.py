@@ -332,6 +332,8 @@ BAD = [
     ({"dtype": "int8"}, "dtype: 'int8' is no floating-point dtype"),
     ({"target_modules": ["k_proj", "embed_tokens"]}, r"target_modules: \['embed_tokens'\] would save the whole base"),
     ({"target_modules": "all-linear"}, "'all-linear' is not for Beacon"),
+    ({"target_modules": 5}, "target_modules: 5 is no list of names"),
+    ({"exclude_modules": True}, "exclude_modules: True is no list of names"),
 ]
 
 

@@ -122,7 +122,7 @@ def test_a_run_trains_beacons_and_nothing_else(whole):
     found = whole.value
     assert found["moved"] and all("beacon_" in name for name in found["moved"])
     assert any("beacon_embedding" in name for name in found["moved"])
-    assert found["callbacks"].count("BeaconCallback") == 1
+    assert [found["callbacks"].count(name) for name in ("BeaconCallback", "LostSteps")] == [1, 1]
     assert "the first step that condensed left a gradient" in whole.output
     # Axolotl raises the model's window to sequence_len, 128 here, where it is shorter.
     assert found["max"] == 64 and "the window stays 64" in whole.output
@@ -223,8 +223,13 @@ REFUSED = {
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         "zero gradient",
     ),
+    "no such block": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": [1]},
+        r"gradient_checkpointing_kwargs=\[1\] is no block",
+    ),
     "offloading": ({"gradient_checkpointing": "offload"}, "has not been tried with beacons"),
     "context parallel": ({"context_parallel_size": 2}, "context_parallel_size=2 divides rows"),
+    "a word": ({"context_parallel_size": "many"}, "context_parallel_size=many divides rows"),
     "fsdp": ({"fsdp_config": {"fsdp_version": 2}}, "Use DDP or DeepSpeed ZeRO"),
     "skips": ({"pose": {"target_length": 256}}, "pose.sampler=pose skips positions"),
     "streaming": ({"pretraining_dataset": "x"}, "no lengths to group by"),
