@@ -192,6 +192,7 @@ def test_lengths_that_do_not_fit_are_left_out_and_named_once(make_llama, tokeniz
     def history(lengths):
         settings = {"target_length": 16000, "train_length": 128, "evaluate": {**asked, "lengths": lengths}}
         watch = from_settings(parse_settings(settings))
+        torch.manual_seed(4)  # of the rows that are trained on
         rows = train(make_llama(), tokenizer, tmp_path, [watch]).state.log_history
         return [{k: v for k, v in row.items() if k != "epoch"} for row in rows if "passkey/1000" in row], watch
 
@@ -200,7 +201,8 @@ def test_lengths_that_do_not_fit_are_left_out_and_named_once(make_llama, tokeniz
     with caplog.at_level("WARNING"):
         found, watch = history([16000, 1000, 8000])
     # The texts that fill the longest length are measured at every length, so perplexity may be that of fewer texts.
-    assert len(found) == 2 and found == short
+    # Batches are smaller where there is less memory, which may round otherwise.
+    assert len(found) == 2 and found == [pytest.approx(row, rel=1e-4) for row in short]
     assert {"passkey/1000", "perplexity/1000", "needle/kv/1000", "topics/first/1000"} <= found[0].keys()
     assert watch.results[0][1].lengths == [1000] and list(watch.results[0][2].by_length) == [1000]
     for name in asked["tasks"]:
