@@ -18,6 +18,7 @@ from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
+from pose_plugin.serving.base import write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:
@@ -47,19 +48,23 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     extended = extend_context(values, target_length, rope, **settings)
     there = path / "config.json"
+    # Every rank of a script comes here, perhaps at once: another's config.json is there first, and whole.
+    others = [each for each in path.iterdir() if not each.name.startswith("_config.json.")] if path.exists() else []
     if path.resolve() == source.resolve() or (
-        path.exists() and any(path.iterdir()) and RECORD_KEY not in (there.read_text() if there.exists() else "")
+        others and RECORD_KEY not in (there.read_text(encoding="utf-8") if there.exists() else "")
     ):
         raise PoSEError(f"folder={str(path)!r} holds something else already; name one that is new or empty")
     path.mkdir(parents=True, exist_ok=True)
+    write_json(there, extended)
     for file in source.iterdir():
         target = path / file.name
-        if file.name != "config.json" and file.is_file() and not target.exists():
+        if file.name != "config.json" and file.is_file():
             try:
                 os.symlink(file.resolve(), target)
+            except FileExistsError:
+                continue
             except OSError:
                 shutil.copy2(file, target)
-    there.write_text(json.dumps(extended, indent=2) + "\n", encoding="utf-8")
     return str(path)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,6 +19,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.integrations.unsloth import extended_base, is_unsloth, require_unsloth_fits
 from pose_plugin.rope import extend_context, inverse_frequencies
 from tests.conftest import make_llama, make_tokenizer
+from tests.forked import good_ranks
 
 TARGET, WINDOW = 512, 64
 
@@ -45,6 +48,29 @@ def test_extended_base_loads_at_the_target(base, tmp_path):
     # Once more into the same folder, with another rope.
     extended_base(base, folder, target_length=TARGET, rope="yarn")
     assert AutoModelForCausalLM.from_pretrained(folder).config.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_rank_may_ask_for_the_same_folder(base, tmp_path, late):
+    """At once, or one while the other is at its links."""
+
+    def case():
+        def signal_of(rank):
+            return tmp_path / f"at its links {rank}"
+
+        def slow(*names, link=os.symlink):
+            signal_of(os.environ["RANK"]).touch()
+            while not (signal_of("0").exists() and signal_of("1").exists()):
+                time.sleep(0.01)
+            link(*names)
+
+        while late and os.environ["RANK"] == "1" and not signal_of("0").exists():
+            time.sleep(0.01)
+        os.symlink = slow
+        return sorted(os.listdir(extended_base(base, tmp_path / "extended", target_length=TARGET, rope="linear")))
+
+    wanted = sorted(os.listdir(base))
+    assert [one.value for one in good_ranks(case)] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("where", ["base", "other"])
