@@ -51,7 +51,7 @@ def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedP
         [sys.executable, "-c", "import sys\n" + code],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, **environment},
     )
