@@ -139,9 +139,9 @@ def _steps(optimizer: Any) -> Iterator[tuple[Any, float]]:
     import torch
 
     for group in optimizer.param_groups:
-        # A scheduler keeps the peak beside what it begins with.
-        step = float(group.get("initial_lr", group.get("lr", 0.0)))
-        for parameter in group["params"]:
+        # A scheduler keeps the peak beside what it begins with. Without any, Adafactor finds its steps by itself.
+        step = float(group.get("initial_lr", group.get("lr")) or 0.0)
+        for parameter in group["params"] if step else ():
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 yield parameter, step
 

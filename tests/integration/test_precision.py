@@ -184,6 +184,15 @@ def test_a_warm_up_hides_no_step():
     assert optimizer.param_groups[0]["lr"] == 0 and said(model, optimizer) is None
 
 
+@pytest.mark.parametrize("lr", [None, 0.0])
+def test_nothing_is_said_of_steps_of_unknown_length(lr):
+    """Adafactor with relative_step has no learning rate, and its schedule notes one of 0."""
+    model = make_llama().to(torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    optimizer.param_groups[0]["lr"] = lr
+    assert said(model, optimizer) is None
+
+
 @pytest.mark.parametrize(
     "group, keeps",
     [
