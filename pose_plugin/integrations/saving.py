@@ -85,6 +85,9 @@ def with_our_card(trainer: Trainer, target_length: int) -> None:
     One that was there before the run may hold somebody's words, so it stays; our part is put into it.
     """
     create = trainer.create_model_card
+    if trainer.is_world_process_zero() and _kept(trainer).exists():
+        # An earlier run was killed before it was put back.
+        os.replace(_kept(trainer), _card_of(trainer))
     before = _card_of(trainer).exists()
     if before and trainer.is_world_process_zero():
         log.info("%s is there already: its text stays, and our part is put into it", _card_of(trainer))
@@ -95,9 +98,11 @@ def with_our_card(trainer: Trainer, target_length: int) -> None:
             return create(*args, **kwargs)
         card = _card_of(trainer)
         # A copy on the disk: a kill before it is put back shall not cost the words.
-        kept = card.with_name("_README.md.kept") if before and card.exists() else None
+        kept = _kept(trainer) if before and card.exists() else None
         if kept is not None:
-            shutil.copy2(card, kept)
+            part = kept.with_suffix(".part")
+            shutil.copy2(card, part)
+            os.replace(part, kept)
         try:
             return create(*args, **kwargs)
         finally:
@@ -110,6 +115,10 @@ def with_our_card(trainer: Trainer, target_length: int) -> None:
 
 def _card_of(trainer: Trainer) -> Path:
     return Path(trainer.args.output_dir or ".") / "README.md"
+
+
+def _kept(trainer: Trainer) -> Path:
+    return _card_of(trainer).with_name("_README.md.kept")
 
 
 def config_beside_shards(config: Any, folder: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
@@ -11,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
 from pose_plugin.serving.card import BEGIN, END, write_card
+from tests.forked import CaseError, forked
 from tests.serving.saved_models import edit, save_adapter, save_full
 
 pytest.importorskip("peft")
@@ -164,3 +169,33 @@ def test_at_the_end_of_a_run_a_half_written_tokenizer_is_waited_for(full, monkey
     file.write_text("")
     saving.complete_card(full)
     assert "no model card" in caplog.text and "not valid JSON" in caplog.text
+
+
+def test_words_outlive_a_run_that_is_killed_while_another_card_is_in_their_place(tmp_path):
+    """A real kill while the framework writes its card, and a second run into the same folder."""
+    pytest.importorskip("transformers")
+    readme = tmp_path / "README.md"
+    readme.write_text("my words\n")
+
+    def run(killed: bool) -> None:
+        from pose_plugin.integrations.saving import with_our_card
+
+        def create() -> None:
+            readme.write_text("the framework's\n")
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(output_dir=str(tmp_path)),
+            is_world_process_zero=lambda: True,
+            processing_class=None,
+            create_model_card=create,
+        )
+        with_our_card(trainer, 512)
+        trainer.create_model_card()
+
+    with pytest.raises(CaseError, match="the child died"):
+        forked(run, True)
+    assert readme.read_text() == "the framework's\n"
+    forked(run, False)
+    assert readme.read_text() == "my words\n" and list(tmp_path.iterdir()) == [readme]
