@@ -67,16 +67,6 @@ class Finished:
                 line = line[file.write(line) :]
 
 
-def write_whole(file: Path, text: str) -> None:
-    """The file is the old one or the new one, also where the disk is full, the run is killed, or another run writes."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """What the disk refuses, in a sentence.

@@ -78,7 +78,7 @@ def write_whole(file: Path, text: str) -> None:
     # Uploads leave out what begins with an underscore; and two processes, on two machines perhaps, do not meet.
     part = file.with_name(f"_{file.name}.{uuid.uuid4().hex}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", newline="")
         if file.exists():
             shutil.copymode(file, part)
         os.replace(part, file)

@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pose_plugin import cli
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.finished import FILE, Finished, write_whole
+from pose_plugin.evaluation.finished import FILE, Finished
+from pose_plugin.serving.base import write_whole
 from tests.forked import forked
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
