@@ -109,6 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:  # no matter of the disk's, or nobody knows which
+            raise
+        print(
+            f"pose-plugin {args.command}: {error.filename} cannot be used ({error.strerror}); name a place that can "
+            "be read and written",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ class BeaconConfig(PeftConfig):
         if self.gradient_intervals is not None:
             _whole("gradient_intervals", self.gradient_intervals, 1)
         given = self.ratios
+        if not isinstance(given, list | tuple | set):
+            raise PoSEError(f"ratios: {given!r} must be a list of numbers, e.g. [2, 4, 8]")
         if given == list(CANDIDATES):  # the default, shortened to what a small interval can be divided by
             self.ratios = [ratio for ratio in given if self.interval % ratio == 0]
         if not self.ratios:

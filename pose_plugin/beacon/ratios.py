@@ -166,7 +166,7 @@ def draw(
         raise PoSEError(
             f"training text too long: {count} intervals of {window.interval} tokens do not fit window {window.size} "
             f"even at the largest ratio, {largest} (beacons in memory before: {memory}). Cut the texts, or give larger "
-            "ratios or a larger window."
+            "ratios or a larger window"
         )
     ratios: list[int] = []
     for index in range(count):

@@ -325,6 +325,8 @@ BAD = [
     ({"ratio": 3}, "ratio: 3 must be a whole number ≥ 2 that divides the interval of 8"),
     ({"train_ratio": "often"}, "train_ratio: 'often' is not known; choose 'random', 'instance', 'adapt' or a number"),
     ({"ratios": [2, 3]}, "ratios: 3 must be a whole number"),
+    ({"ratios": 4}, r"ratios: 4 must be a list of numbers, e.g. \[2, 4, 8\]"),
+    ({"ratios": "2,4"}, "ratios: '2,4' must be a list of numbers"),
     ({"ratios": []}, r"ratios: none of \[\] divides the interval of 8"),
     ({"interval": 7}, "divides the interval of 7"),
     ({"rank": -1}, "rank: -1 must be a whole number ≥ 0"),

@@ -279,6 +279,7 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["{yaml}", "--checkpointing"], "--checkpointing and"),
         (["{yaml}", "--gpus", "0"], "--gpus 0 must be above 0"),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
+        (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists); name a place that can"),
         (["{hub}"], "the config.json of someone/model is not on this machine. Give a folder that has it by --base"),
         (["{hub}", "--base", "/nowhere"], "someone/model is not on this machine (looked in /nowhere)"),
         (["{broken}"], "is not valid YAML"),

@@ -182,7 +182,7 @@ def test_the_yaml_is_left_as_it_is(base):
         # 300 intervals of 32 beacons are more than the window.
         (
             {"sequence_len": 307200},
-            "a text of sequence_len=307200 tokens will stop the training: training text too long",
+            r"sequence_len=307200 tokens will stop the training: training text too long.* a larger window\. A smaller",
         ),
         ({"sequence_len": 1024}, "no text is condensed, so nothing is trained"),
         ({"max_steps": None}, "the number of steps is not known"),
