@@ -69,8 +69,9 @@ def test_a_quick_run_has_the_committed_form(name, tmp_path):
         assert all(each["short_inputs_identical"] for each in result["about"]["beacons"])
 
 
-def test_committed_cost_memory_is_flat_and_time_linear():
-    cases = {(c["method"], c["factor"]): c for c in committed("beacon_cost")["cases"] if c["model"] == "tiny"}
+@pytest.mark.parametrize("model", ["tiny", "SmolLM2-135M"])
+def test_committed_cost_memory_is_flat_and_time_linear(model):
+    cases = {(c["method"], c["factor"]): c for c in committed("beacon_cost")["cases"] if c["model"] == model}
     beacon, full = ([cases[method, f] for f in (4, 8, 16, 32, 64)] for method in ("beacon", "full"))
     assert max(c["cache_megabytes"] for c in beacon) < 1.5 * min(c["cache_megabytes"] for c in beacon)
     assert full[-1]["cache_megabytes"] > 15 * full[0]["cache_megabytes"]
