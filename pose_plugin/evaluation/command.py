@@ -270,13 +270,15 @@ def _numbers(name: str, text: str) -> list[float]:
 
 
 def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
-    names = {}
+    names: dict[str, str] = {}
     for label in labels:
         name, equals, path = label.partition("=")
         if not equals or not name:
             raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={models[-1]}")
         if path not in models:
             raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
+        if path in names:
+            raise PoSEError(f"--label {label}: {path} is called {names[path]} already; give one name to a model")
         names[path] = name
     return names
 

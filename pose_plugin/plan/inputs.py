@@ -127,13 +127,13 @@ def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -
     packed = bool(cfg.get("sample_packing"))
     # -1, as 0, leaves it to the epochs.
     steps = given.get("steps") or max(number(cfg, "max_steps", 0, least=-1), 0)
+    epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
     gone = [each["path"] for each in _datasets(cfg) if _is_missing_file(each.get("path"))]
     if not steps and not rows and gone:
         notes.append(f"datasets: {gone[0]} is not on this machine, as seen from here, so its rows are not counted")
     if not steps and rows:
         if not given.get("rows"):
             notes += _of_rows(rows, packed, any(each.get("type") == "completion" for each in _datasets(cfg)))
-        epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
         steps = max(1, int(rows * epochs / (batch * accumulate * gpus)))
     return Inputs(
         base=name, config=config, settings=settings, run=run, accumulate=accumulate,

@@ -134,6 +134,7 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["BASE", "--lengths", "200", "--texts", "ROOT/no.txt"], "no.txt could not be read"),
         (["BASE", "--lengths", "200", "--label", "x"], "--label x must be NAME=PATH"),
         (["BASE", "--lengths", "200", "--label", "x=y"], "y is none of the models"),
+        (["y", "--lengths", "200", "--label", "x=y", "--label", "z=y"], "y is called x already"),
         (["BASE", "--lengths", "200", "--extend", "rope=yarn"], "needs target_length"),
         (["BASE", "--lengths", "200", "--extend", "target_length=1024,rope=magic"], "magic"),
         (["ADAPTER", "--lengths", "200", "--extend", "target_length=1024"], "put its base first"),

@@ -326,6 +326,7 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
         ({"sequence_len": "1e30"}, "sequence_len='1e30' cannot work: .* at most 2147483647"),
         ({"learning_rate": float("nan")}, "learning_rate=nan cannot work"),
         ({"micro_batch_size": float("inf")}, "micro_batch_size=inf cannot work"),
+        ({"num_epochs": "four"}, "num_epochs='four' cannot work"),
         ({"sequence_len": "long"}, "sequence_len='long' cannot work: a whole number of at least 1"),
         ({"micro_batch_size": -2}, "micro_batch_size=-2 cannot work"),
         ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps='auto'"),
