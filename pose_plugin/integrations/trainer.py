@@ -77,8 +77,8 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
         save_model(output_dir, *args, **kwargs)
         # Every rank takes part, as the weights may be spread over them.
         callback.answered = probe_of(trainer, collator.settings)
-        # Axolotl writes the tokenizer on every rank right after a save, while one still reads it here. Where all ranks
-        # save for sure, as each holds a part of the weights, they leave together.
+        # Axolotl goes on to write into the folder on every rank, while one is still completing it. Where all ranks save
+        # for sure, as each holds a part of the weights, they leave together.
         with together() if weights_are_divided(trainer) else nullcontext():
             if trainer.args.should_save:
                 callback.complete(output_dir or trainer.args.output_dir or ".")

@@ -1,7 +1,7 @@
 """Top-level keys of an Axolotl YAML that no version of it here reads: Axolotl drops them without a word.
 
-Its schema takes five to twenty seconds to import, with torch behind it. Its files tell the same names in a fraction of
-a second: fields are annotations in classes, and old names are looked up by string before the fields are filled.
+To import its schema takes many times longer than to read its files, as torch is behind it. They tell the same names:
+fields are annotations in classes, and old names are looked up by string before the fields are filled.
 """
 
 from __future__ import annotations

@@ -84,14 +84,13 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
     settings = inputs.settings
     gpu_bytes = gpu_gib * 2**30 if gpu_gib else None
     rope = plan_rope(dict(inputs.config), settings.target_length, settings.rope) if settings else None
-    if settings is None or rope is None or inputs.beacon is not None:
-        if inputs.beacon is not None:
-            if settings:
-                stretched = rope_overrides(dict(inputs.config), settings.target_length, settings.rope)
-                config = as_config({**dict(inputs.config), **stretched})
-            beacon = plan_beacon(inputs.beacon, config, inputs.run.window)
-        else:
-            beacon = None
+    beacon = None
+    if inputs.beacon is not None:
+        if settings:
+            stretched = rope_overrides(dict(inputs.config), settings.target_length, settings.rope)
+            config = as_config({**dict(inputs.config), **stretched})
+        beacon = plan_beacon(inputs.beacon, config, inputs.run.window)
+    if settings is None or inputs.beacon is not None:
         plan = Plan(inputs, model, used, None, rope, beacon=beacon, gpu_bytes=gpu_bytes)
         return replace(plan, warnings=warnings_of(plan))
     whole = memory(model, replace(inputs.run, window=settings.target_length))

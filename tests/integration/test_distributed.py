@@ -30,6 +30,7 @@ KINDS = {
     "zero3": ("DEEPSPEED", 3),
     "fsdp2": ("FSDP", None),
 }
+BY_A_TRAINER = [case for case in CASES if case.framework != "loop"]
 
 
 def needs(case):
@@ -109,10 +110,10 @@ def test_every_rank_is_tested_and_one_says_so(run, case):
         assert [rank.output.count("[pose_plugin] self-test passed") for rank in found] == [1, 0]
 
 
+# Elsewhere rank 0 saves by itself.
+@pytest.mark.parametrize("case", [case for case in BY_A_TRAINER if case.strategy in ("zero3", "fsdp2")], ids=str)
 def test_no_rank_leaves_a_save_of_divided_weights_before_it_is_complete(run, case):
     """Axolotl goes on to write the tokenizer on every rank, and rank 0 would read half of it."""
-    if case.framework == "loop" or case.strategy not in ("zero3", "fsdp2"):
-        pytest.skip("here rank 0 saves by itself")
     for rank in run(case)[1]:
         assert rank.value["complete"] and all(rank.value["complete"])
 
@@ -151,10 +152,10 @@ def checked(folder):
     return [(report.differing(), report.numbers["logits"]) for report in found]
 
 
+# A loop of one's own takes a probe by itself.
+@pytest.mark.parametrize("case", BY_A_TRAINER, ids=str)
 def test_what_is_saved_passes_the_check(run, case):
     """What all ranks answered together at each save is what one process answers after a reload."""
-    if case.framework == "loop":
-        pytest.skip("a loop of one's own takes a probe by itself")
     for differing, distance in forked(checked, run(case)[0]).value:
         assert differing == [] and distance < (0.1 if case.adapter == "qlora" else 1e-4)
 
@@ -285,7 +286,7 @@ def in_bf16(folder, case):
     return distributed.trl(folder, case, bf16=True)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.framework != "loop"], ids=str)
+@pytest.mark.parametrize("case", BY_A_TRAINER, ids=str)
 def test_a_resumed_run_goes_on_where_it_stopped(run, case):
     needs(case)
     if case.strategy == "fsdp2" and case.adapter != "full":
