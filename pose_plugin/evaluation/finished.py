@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ class Finished:
         if self.file.exists() and not fresh:
             with writing(folder):
                 text = self.file.read_text(encoding="utf-8", errors="replace")
-            for line in text.splitlines():
+            for line in text.split("\n"):  # an answer may hold other line breaks, as U+2028
                 try:
                     row = json.loads(line)
                     self._found[row["key"]] = row["result"]
@@ -57,12 +56,11 @@ class Finished:
         """Keeps a result; it is on disk when this returns."""
         self._found[key(what)] = result
         readable = {name: what.get(name) for name in ("name", "task", "length")}
-        line = json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False).encode() + b"\n"
-        # In one write, so that the lines of two runs into one folder do not run into each other.
-        with writing(self.file.parent), self.file.open("ab+", buffering=0) as file:
-            # A torn last line must not swallow this one.
-            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-                line = b"\n" + line
+        row = json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False).encode()
+        # The line break stands before the row: a torn last line never swallows this one, and nothing has to be read
+        # that another run into this folder may just be writing. One write, so that rows do not run into each other.
+        line = b"\n" + row
+        with writing(self.file.parent), self.file.open("ab", buffering=0) as file:
             while line:
                 line = line[file.write(line) :]
 

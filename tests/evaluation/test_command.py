@@ -336,7 +336,7 @@ def test_a_stop_keeps_what_is_finished_and_the_same_command_goes_on(folders, tmp
     assert run(*arguments) == 130
     assert "goes on from there" in capsys.readouterr().out
     with (tmp_path / "finished.jsonl").open("a") as file:
-        file.write('{"key": "torn')
+        file.write('\n{"key": "torn')
     assert run(*arguments) == 0
     assert measured == [200, 220, 220, 240]
     whole = json.loads((tmp_path / "results.json").read_text())["models"][0]["passkey"]

@@ -187,7 +187,14 @@ def test_two_runs_into_one_folder_keep_the_lines_of_both(tmp_path):
     forked(both, tmp_path)
     found = Finished(tmp_path)
     assert all(found.get(task=who, length=n) == who * 30_000 for who in "ab" for n in range(40))
-    assert len((tmp_path / FILE).read_text().splitlines()) == 80
+    rows = (tmp_path / FILE).read_text().split("\n")
+    assert rows.pop(0) == "" and len(rows) == 80 and all(json.loads(row)["result"] for row in rows)
+
+
+def test_an_answer_with_line_breaks_of_its_own_is_found_again(tmp_path):
+    result = {"answer": "one\u2028two\x85three\x1cfour\nfive"}
+    Finished(tmp_path).put(result, task="t")
+    assert Finished(tmp_path).get(task="t") == result
 
 
 def test_a_report_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
