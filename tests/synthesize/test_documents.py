@@ -10,8 +10,7 @@ import pytest
 
 from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
-from pose_plugin.synthesize import copies
-from pose_plugin.synthesize.copies import Copies, likeness, sketch
+from pose_plugin.synthesize.copies import Copies, sketch
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import find_files, read
 from pose_plugin.synthesize.select import assign, collect
@@ -147,12 +146,18 @@ def test_sketches_estimate_the_share_of_runs(share):
     other = [word if number < share * 8000 else f"x{word}" for number, word in enumerate(words)]
     # Of 8000 in each, `share` are in both.
     expected = share / (2 - share)
-    assert likeness(sketch(" ".join(words)), sketch(" ".join(other))) == pytest.approx(expected, abs=0.15)
+    assert sketch(" ".join(words)).jaccard(sketch(" ".join(other))) == pytest.approx(expected, abs=0.15)
 
 
-def test_what_all_texts_share_tells_nothing(monkeypatch):
-    """A licence that is in every text is not compared with all of them."""
-    monkeypatch.setattr(copies, "COMMON", 2)
+def test_sketches_are_the_same_in_every_process():
+    """A run that goes on finds the same copies, or it would ask about others, and pay again."""
+    found = sketch("The whale came up at dawn, and nobody saw it.")
+    assert found.hashvalues[:3].tolist() == [206986355, 990753968, 1508868552]
+    assert (found.hashvalues == sketch("the WHALE came up\nat dawn, and  nobody saw it.").hashvalues).all()
+
+
+def test_what_all_texts_share_makes_no_copies():
+    """A licence that is in every text."""
     seen = Copies()
     licence = story(0, 300)
     assert not any(seen.like(f"{licence} {story(number, 900)}") for number in range(1, 9))
