@@ -1,4 +1,4 @@
-"""From what a model wrote to what a row may hold: JSON found, form checked, quotes looked up in the text."""
+"""From what a model wrote to questions: JSON found, form checked. Quotes are looked up in quotes.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
 
 
 class UnusableError(Exception):
@@ -16,8 +17,8 @@ class UnusableError(Exception):
 
 
 class _Answer(BaseModel):
-    # `additionalProperties: false`, which strict schemas of servers demand.
-    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+    # Strict schemas of servers demand it; a model that no schema holds may number its questions all the same.
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False}, str_strip_whitespace=True)
 
 
 class Question(_Answer):
@@ -26,6 +27,30 @@ class Question(_Answer):
     # For servers that hold a model to the schema: in an endless list small models repeat themselves until they are cut
     # off. Nothing is refused for more.
     quotes: list[str] = Field(json_schema_extra={"maxItems": 6})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """`Question` and `quote` are meant as what they are called here."""
+        if not isinstance(value, dict):
+            return value
+        named = {str(name).casefold(): each for name, each in value.items()}
+        return {**named, "quotes": named.get("quotes", named.get("quote"))}
+
+    @field_validator("answer", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @field_validator("quotes", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> list[str]:
+        """Of one quote, or of quotes with their places, the texts: whatever is not in the document proves nothing."""
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list):
+            return [text for each in value for text in cls._texts(each)]
+        return [value] if isinstance(value, str) else []
 
 
 class Questions(_Answer):
@@ -59,7 +84,8 @@ def parse(content: str, form: type[Form]) -> Form:
 
 
 def parse_questions(content: str) -> tuple[list[Question], bool]:
-    """Reads an answer of questions. Of one that was cut off or broken, those that are whole: they are paid.
+    """Reads an answer of questions: in the form that was asked for, as a list, one alone. Of one that was cut off or
+    broken, those that are whole: they are paid.
 
     Returns:
         The questions, and whether the answer was whole.
@@ -70,20 +96,34 @@ def parse_questions(content: str) -> tuple[list[Question], bool]:
     try:
         return parse(content, Questions).questions, True
     except UnusableError:
-        found = []
+        found, whole = [], True
         # Not those of a draft in its thoughts, which may be what was cut off.
-        for _, value in _objects(re.sub(r"<think>.*?(</think>|\Z)", "", content, flags=re.S)):
-            with suppress(ValidationError):
+        text = re.sub(r"<think>.*?(</think>|\Z)", "", content, flags=re.S)
+        for place, error, value in _objects(text):
+            if error is not None:
+                whole, value = False, _cut_in_quotes(text[place:])
+            try:
                 found.append(Question.model_validate(value))
+            except ValidationError:
+                whole = whole and "question" not in value
         if not found:
             raise
-        return found, False
+        return found, whole
+
+
+def _cut_in_quotes(text: str) -> dict[str, Any]:
+    """A question that was cut off in its quotes, which stand last: those before are whole, and so is the answer."""
+    with suppress(ValueError):
+        value = from_json(text, allow_partial=True)
+        if isinstance(value, dict) and "quotes" in value:
+            return value
+    return {}
 
 
 def _find_object(text: str, names: Set[str]) -> Any:
     """The first JSON object with one of the names in it."""
     reason = "it holds no JSON object"
-    for error, value in _objects(text):
+    for _, error, value in _objects(text):
         if error is None and names & value.keys():
             # In an object that was cut off, those inside may be whole.
             return value
@@ -92,59 +132,14 @@ def _find_object(text: str, names: Set[str]) -> Any:
     raise UnusableError(reason)
 
 
-def _objects(text: str) -> Iterator[tuple[str | None, Any]]:
-    """(None, object) of everything that is one, (what is wrong with it, None) of what begins like one."""
+def _objects(text: str) -> Iterator[tuple[int, str | None, Any]]:
+    """(place, None, object) of everything that is one, (place, what is wrong with it, None) of what begins like one."""
     for match in re.finditer(r"\{", text):
+        place = match.start()
         try:
             # strict=False: small models write line breaks into strings.
-            yield None, json.JSONDecoder(strict=False).raw_decode(text, match.start())[0]
+            yield place, None, json.JSONDecoder(strict=False).raw_decode(text, place)[0]
         except json.JSONDecodeError as error:
-            yield f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})", None
+            yield place, f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})", None
         except RecursionError:
             continue
-
-
-class Finder:
-    """Finds quotes in texts, forgiving of line breaks, case and typographic signs."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self._texts = [_plain(text) for text in texts]
-
-    def places(self, quotes: list[str]) -> set[tuple[int, int]]:
-        """(text, character of its plain form) of each quote that is there and long enough to prove something."""
-        found = set()
-        for quote in map(_plain, quotes):
-            for number, text in enumerate(self._texts):
-                place = text.find(quote) if _proves(quote) else -1
-                if place >= 0:
-                    found.add((number, place))
-                    break
-        return found
-
-    def apart(self, quotes: list[str]) -> bool:
-        """Whether quotes come from two texts, or from places in one that are apart.
-
-        That is a twentieth of the text, at most 2000 characters.
-        """
-        places = self.places(quotes)
-        if len({number for number, _ in places}) > 1:
-            return True
-        if not places:
-            return False
-        offsets = [place for _, place in places]
-        length = len(self._texts[next(iter(places))[0]])
-        return max(offsets) - min(offsets) >= max(1, min(length // 20, 2000))
-
-    def several(self, quotes: list[str]) -> bool:
-        """Whether quotes come from at least two texts."""
-        return len({number for number, _ in self.places(quotes)}) > 1
-
-
-def _proves(quote: str) -> bool:
-    """Not a name, which is found anywhere: 8 characters, and three words in scripts with capitals, which part words."""
-    return len(quote) >= 8 and (len(quote.split()) >= 3 or quote.upper() == quote.lower())
-
-
-def _plain(text: str) -> str:
-    text = text.translate({0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "-", 0x2026: "..."})
-    return " ".join(text.casefold().split()).strip(" .\"'")

@@ -12,6 +12,7 @@ from typing import Any
 from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.neutral import Neutral
+from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.texts import tidy
 
 # Without a chat template a turn's markers are estimated at so many tokens.
@@ -20,10 +21,11 @@ TURN = 8
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer."""
+    """A question, its answer, and where in the documents the quotes stand that the answer rests on."""
 
     question: str
     answer: str
+    quotes: tuple[Span, ...] = ()
 
 
 def conversation(text: str, turns: list[Turn], neutral: Neutral) -> list[dict[str, str]]:

@@ -23,7 +23,7 @@ from pose_plugin.synthesize.ledger import Ledger
 from pose_plugin.synthesize.manifest import described_settings, plain, tokenizer_hash, write_manifest
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import file_hash
-from pose_plugin.synthesize.rows import conversation, row_counter, write_lines
+from pose_plugin.synthesize.rows import Turn, conversation, row_counter, write_lines
 from pose_plugin.synthesize.select import Collection
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks import MODULES
@@ -189,6 +189,7 @@ def _write(
                     "tokens": tokens,
                     "turns": len(made.turns),
                     "documents": documents,
+                    "quotes": [_quotes(item, turn) for turn in made.turns],
                 }
             )
             yield {"messages": messages}
@@ -203,6 +204,14 @@ def _write(
         "questions": sum(source["turns"] for source in sources),
     }
     return Result(len(sources), dropped, given_up, unfinished, stopped), summary
+
+
+def _quotes(item: Item, turn: Turn) -> list[dict[str, Any]]:
+    """The documents' own words, whatever the model made of them."""
+    return [
+        {"document": span.text, "start": span.start, "text": item.documents[span.text].text[span.start : span.end]}
+        for span in turn.quotes
+    ]
 
 
 def row_text(item: Item) -> str:

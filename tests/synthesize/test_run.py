@@ -27,6 +27,13 @@ def test_single_detail_from_documents_to_rows(place, tmp_path):
         (book,) = [book for book in books if first.startswith(book)]
         books.remove(book)
         assert book not in "".join(message["content"] for message in row["messages"][1:])
+    # For every turn what its answer rests on, where it stands in the book, which is where it stands in the row.
+    for row, source in zip(rows, lines(tmp_path / "sources.jsonl"), strict=True):
+        assert len(source["quotes"]) == source["turns"] == 10
+        for quote in (quote for quotes in source["quotes"] for quote in quotes):
+            assert len(quote["text"]) > 30 and quote["document"] == 0
+            assert row["messages"][0]["content"].startswith(quote["text"], quote["start"])
+        assert all(len(quotes) == 2 for quotes in source["quotes"])
 
 
 def test_biographies(one_book, tmp_path):

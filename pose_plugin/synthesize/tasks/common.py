@@ -12,6 +12,7 @@ from typing import Any
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Question, UnusableError, parse_questions
 from pose_plugin.synthesize.asking import Asker, GivenUpError, Request
+from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.texts import Document, pieces, spread
@@ -71,12 +72,12 @@ def tokens_of(document: Document, texts: list[str]) -> int:
 
 
 def questions_from(
-    content: str, count: int, fits: Callable[[list[str]], bool], settings: Settings
+    content: str, count: int, shown: Callable[[list[str]], list[Span]], settings: Settings
 ) -> tuple[list[Turn], Counter[str]]:
     """Reads an answer of questions and keeps what can be relied on.
 
     Args:
-        fits: whether a question's quotes show what the task asks for.
+        shown: where the texts hold a question's quotes; nothing where that is less than the task asks for.
 
     Raises:
         UnusableError: none is left.
@@ -88,11 +89,12 @@ def questions_from(
     if not whole:
         dropped["rest of an answer that was cut off or broken"] += 1
     for question in questions:
-        problem = _problem(question, fits, settings, seen)
+        quotes = shown(question.quotes)
+        problem = _problem(question, quotes, settings, seen)
         if problem:
             dropped[problem] += 1
         elif len(turns) < count:
-            turns.append(Turn(question.question, question.answer))
+            turns.append(Turn(question.question, question.answer, tuple(quotes)))
     if not turns:
         why = f"all {len(questions)} questions were dropped: {', '.join(dropped)}" if questions else "no question"
         raise UnusableError(why)
@@ -100,30 +102,26 @@ def questions_from(
 
 
 def questions_into(
-    made: Made, count: int, fits: Callable[[list[str]], bool], settings: Settings
+    made: Made, count: int, shown: Callable[[list[str]], list[Span]], settings: Settings
 ) -> Callable[[str], list[Turn]]:
     """`questions_from` as what a request accepts; the questions that are dropped are counted in `made`."""
 
     def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, count, fits, settings)
+        turns, dropped = questions_from(content, count, shown, settings)
         made.dropped += dropped
         return turns
 
     return accept
 
 
-def _problem(question: Question, fits: Callable[[list[str]], bool], settings: Settings, seen: set[str]) -> str | None:
+def _problem(question: Question, quotes: list[Span], settings: Settings, seen: set[str]) -> str | None:
     if not question.question or not question.answer:
         return "without a question or an answer"
     plain = " ".join(question.question.casefold().split())
     if plain in seen:
         return "asked twice"
     seen.add(plain)
-    return (
-        "quotes are not where they should be in the text"
-        if settings.check_quotes and not fits(question.quotes)
-        else None
-    )
+    return "quotes are not where they should be in the text" if settings.check_quotes and not quotes else None
 
 
 async def ask_all(ask: Asker, requests: list[Request[Any]], made: Made) -> list[Any]:

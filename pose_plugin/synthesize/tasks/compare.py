@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.answers import Finder, Questions
+from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_into
 

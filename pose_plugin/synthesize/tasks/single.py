@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.answers import Finder, Questions
+from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import (
@@ -36,13 +37,14 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
     """Raises StopError."""
     (document,) = item.documents
     draw = random.Random(f"{settings.seed} {item.id}")
-    parts = pieces(document.text, document.tokens, settings.chunk_tokens)
+    text = document.text
+    parts = pieces(text, document.tokens, settings.chunk_tokens)
     chosen = _one_of_each_stretch(parts, min(PIECES, settings.questions), draw)
     made, requests = Made(), []
     for number, part in enumerate(chosen):
         # The remainder of the questions goes to the first pieces.
         count = settings.questions // len(chosen) + (number < settings.questions % len(chosen))
-        requests.append(_request(item, number, part, count, settings, made))
+        requests.append(_request(item, number, part, text.index(part), count, settings, made))
     turns = [turn for found in await ask_all(ask, requests, made) if found for turn in found]
     # In the order of the text, where the last answer was would tell where to look for the next.
     draw.shuffle(turns)
@@ -56,9 +58,10 @@ def _one_of_each_stretch(parts: list[str], count: int, draw: random.Random) -> l
     return [parts[draw.randrange(borders[i], borders[i + 1])] for i in range(count)]
 
 
-def _request(item: Item, number: int, part: str, count: int, settings: Settings, made: Made) -> Request[list[Turn]]:
-    finder = Finder([part])
-    accept = questions_into(made, count, lambda quotes: bool(finder.places(quotes)), settings)
+def _request(
+    item: Item, number: int, part: str, start: int, count: int, settings: Settings, made: Made
+) -> Request[list[Turn]]:
+    accept = questions_into(made, count, Finder([part], [start]).any, settings)
     text = prompts.prompt(
         [part],
         prompts.SINGLE.format(count=count),

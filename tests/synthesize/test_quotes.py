@@ -1,0 +1,130 @@
+"""A quote must be in the text, whatever a copyist in good faith changes; what is kept is the text's own span."""
+
+from __future__ import annotations
+
+import pytest
+
+from pose_plugin.synthesize.quotes import Finder, Span
+
+TEXT = "The whale came up\nat dawn. " + "Nothing happened for days and days. " * 100 + "At dusk “the ship’s bell” rang."
+
+
+@pytest.mark.parametrize(
+    ("quotes", "found", "apart"),
+    [
+        (["the WHALE came  up at dawn", "The ship's bell"], 2, True),
+        (["the whale came up", "came up at dawn."], 2, False),
+        (["at dawn the whale", "the ship's bell"], 1, False),
+        (["whale"], 0, False),
+        # A name, though it has 9 characters.
+        (["The Whale", "Nothing happened"], 0, False),
+        # The same place twice.
+        (["the whale came up", "THE whale – came up!"], 1, False),
+        ([], 0, False),
+    ],
+)
+def test_quotes_are_looked_up(quotes, found, apart):
+    finder = Finder([TEXT])
+    spans = finder.any(quotes)
+    assert len(spans) == found
+    assert finder.apart(quotes) == (spans if apart else [])
+
+
+SOURCE = (
+    "In 1871,[3] Ada **Thornbury** — then 29 — carried the lamp\nup 3.5 m of stairs; it’s the one "
+    "[she had\u00a0built](http://x.org/a). The light\u00adhouse-\nkeeper’s cafe\u0301 paid £1,000 to the eﬃcient men."
+)
+HONEST = {
+    "Ada Thornbury - then 29 - carried the lamp up": "Ada **Thornbury** — then 29 — carried the lamp\nup",
+    "in 1871, ada thornbury": "In 1871,[3] Ada **Thornbury",
+    "*Ada* `Thornbury`, then 29...": "Ada **Thornbury** — then 29",
+    "«It's the one she had built.»": "it’s the one [she had\u00a0built",
+    "the lighthouse keeper's café paid": "The light\u00adhouse-\nkeeper’s cafe\u0301 paid",
+    "paid 1,000 to the eｆficient men": "paid £1,000 to the eﬃcient men",
+    "“up 3.5\u202fm of stairs”": "up 3.5 m of stairs",
+}
+UNTRUE = [
+    "up 35 m of stairs",
+    "up 3,5 m of stairs",
+    "paid 1000 to the",
+    "in 1872, Ada Thornbury",
+    "Ada Thornbury carried the lamp",
+    "Ada Thornbury then carried",
+    "the lighthouse keepers cafe paid nothing",
+    "… — “ ”",
+]
+
+
+@pytest.mark.parametrize("quote", HONEST)
+def test_what_a_copyist_changes(quote):
+    (span,) = Finder([SOURCE]).any([quote])
+    assert SOURCE[span.start : span.end] == HONEST[quote]
+
+
+@pytest.mark.parametrize("quote", UNTRUE)
+def test_what_makes_a_quote_untrue(quote):
+    assert Finder([SOURCE]).any([quote]) == []
+
+
+@pytest.mark.parametrize(
+    ("quote", "parts"),
+    [
+        ("In 1871 … carried the lamp up", ["In 1871", "carried the lamp\nup"]),
+        ("ADA ... carried the lamp [...] of stairs", ["Ada", "carried the lamp", "of stairs"]),
+        ("... carried the lamp up. . .", ["carried the lamp\nup"]),
+        # In another order, with a part that is invented, and of names alone.
+        ("carried the lamp up ... in 1871", []),
+        ("carried the lamp up ... and fell asleep", []),
+        ("Ada ... lamp ... stairs", []),
+    ],
+)
+def test_words_that_were_left_out(quote, parts):
+    assert [SOURCE[span.start : span.end] for span in Finder([SOURCE]).any([quote])] == parts
+
+
+def test_parts_of_a_quote_stand_near_each_other():
+    text = "It began when the whale came up. " + "Nothing happened. " * 100 + "It ended when the ship went down."
+    assert Finder([text]).any(["the whale came up ... the ship went down"]) == []
+    assert (
+        len(Finder([text.replace("Nothing happened. " * 70, "")]).any(["the whale came up ... the ship went down"]))
+        == 2
+    )
+
+
+def test_a_text_with_dots_of_its_own_is_quoted_whole():
+    assert Finder(["He paused ... and then he went on."]).any(["paused... and then he went"]) == [Span(0, 3, 30)]
+
+
+def test_a_piece_is_placed_in_its_document():
+    text = "Before it. The whale came up at dawn."
+    (span,) = Finder([text[11:]], [11]).any(["the whale came up"])
+    assert text[span.start : span.end] == "The whale came up"
+
+
+@pytest.mark.parametrize(
+    "quote",
+    [
+        "鯨は夜明けに浮かび上がった",
+        "طلع الحوت عند الفجر",
+    ],
+)
+def test_quotes_in_scripts_without_capitals(quote):
+    assert len(Finder([f"{quote}。"]).any([quote])) == 1
+    assert not Finder([f"{quote}。"]).any([quote[:7]])
+    # Lines are broken anywhere there.
+    assert len(Finder([f"{quote[:5]}\n{quote[5:]}。"]).any([quote])) == 1
+
+
+def test_marks_that_are_vowels_count():
+    assert (
+        Finder(["\u0915\u0941\u0924\u094d\u0924\u093e \u0918\u0930 \u092e\u0947\u0902 \u0939\u0948"]).any(
+            ["\u0915\u0924\u094d\u0924\u093e \u0918\u0930 \u092e\u0947\u0902 \u0939\u0948"]
+        )
+        == []
+    )
+
+
+def test_quotes_from_several_texts():
+    finder = Finder(["The first text tells of whales.", "The second one tells of ships."])
+    assert finder.several(["tells of whales", "tells of ships"]) == [Span(0, 15, 30), Span(1, 15, 29)]
+    assert finder.several(["tells of whales", "The first text"]) == []
