@@ -17,8 +17,11 @@ def one_book(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("one"), books=1)
 
 
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch):
-    """No test depends on, or sends, a key of whoever runs it."""
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(autouse=True, scope="package")
+def nothing_of_the_user():
+    """No test depends on, or sends, a key of whoever runs it, or goes through a proxy."""
+    proxies = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", *proxies, *map(str.upper, proxies)):
+            patch.delenv(name, raising=False)
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -29,6 +30,17 @@ class Seen:
     fault: str = ""
 
 
+def held_port() -> socket.socket:
+    """A port of 127.0.0.1 that no other program is given while this is open. Connections to it are refused.
+
+    A server that reuses addresses, as most do, may listen there all the same (on Linux).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 class Listening:
     """Listens on this machine while it is entered; `handle` runs in a thread of each request.
 
@@ -41,7 +53,9 @@ class Listening:
         self.log: list[Seen] = []
         self.open = True
         self.lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Client,), {"owner": self}))
+        # Or the port of a server that went away might be another's by the time that a client comes back.
+        self._held = held_port()
+        self._http = ThreadingHTTPServer(self._held.getsockname(), type("Handler", (Client,), {"owner": self}))
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
@@ -49,6 +63,7 @@ class Listening:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._held.close()
 
     def stop(self) -> None:
         """No connection is taken any more; answers that are being given are given."""

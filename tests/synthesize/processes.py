@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.forked import LIMIT
+
 
 def start(line: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
@@ -16,7 +18,7 @@ def start(line: list[str]) -> subprocess.Popen[bytes]:
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + LIMIT
     while not true():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "it never came to that"

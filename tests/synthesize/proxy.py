@@ -6,12 +6,13 @@ process that pays.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class Proxy(Listening):
     """Forwards to `upstream`, a server's address up to /v1.
 
     A fault is a status ("500 |oops", see REFUSALS), a name of CHANGES, or one of:
-        slow: nothing is forwarded, and nothing comes, until the client gives up;
+        slow: nothing is forwarded, and nothing comes, until the client gives up, see `wait_for`;
         hang up: the connection ends before the first byte;
         cut: it ends in the middle of the server's answer;
         broken body: half of the answer, as if it were all;
@@ -59,6 +60,7 @@ class Proxy(Listening):
         retry_after: what a 429 asks for.
         hold_after: answers to requests after that many are fetched, and stay here unless `release` is called.
         held: how many do.
+        slow: how many requests have been slow.
         forwarded: keys of requests that the server has worked for.
     """
 
@@ -68,6 +70,7 @@ class Proxy(Listening):
     retry_after: str = "0.3"
     hold_after: int | None = None
     held: int = 0
+    slow: int = 0
     forwarded: list[str] = field(default_factory=list)
     _released: bool = False
 
@@ -79,6 +82,27 @@ class Proxy(Listening):
         """Keys of requests whose answers arrived whole."""
         return [seen.key for seen in self.log if seen.answered]
 
+    def wait_for(self) -> Callable[[Coroutine[Any, Any, Any], float], Coroutine[Any, Any, Any]]:
+        """asyncio.wait_for with a limit that passes for a slow request and for no other, however busy the machine is.
+
+        One request at a time.
+        """
+        given_up = 0
+
+        async def wait_for(sent: Coroutine[Any, Any, Any], limit: float) -> Any:
+            nonlocal given_up
+            task = asyncio.ensure_future(sent)
+            while not task.done():
+                if self.slow > given_up:
+                    given_up += 1
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    raise asyncio.TimeoutError
+                await asyncio.sleep(0.01)
+            return task.result()
+
+        return wait_for
+
     def handle(self, client: Client, seen: Seen, raw: bytes) -> None:
         with self.lock:
             number = next(i for i, each in enumerate(self.log) if each is seen)
@@ -87,6 +111,8 @@ class Proxy(Listening):
         if fault.startswith(REFUSALS):
             self._refuse(client, fault)
         elif fault == "slow":
+            with self.lock:
+                self.slow += 1
             self._wait(client)
             client.close_connection = True
         else:
@@ -143,9 +169,11 @@ class Proxy(Listening):
 
     def _wait(self, client: Client) -> bool:
         """Until `release`, which is True, or until the client or this proxy is gone."""
+        readable = select.poll()
+        readable.register(client.connection, select.POLLIN)
         while self.open and not self._released:
             # Readable without a further request: it has hung up.
-            if select.select([client.connection], [], [], 0)[0] and not client.connection.recv(1, socket.MSG_PEEK):
+            if readable.poll(0) and not client.connection.recv(1, socket.MSG_PEEK):
                 return False
             time.sleep(0.02)
         return self._released

@@ -9,11 +9,11 @@ names; pip compiles it for minutes.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +25,8 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.cli import main
+from tests.forked import LIMIT
+from tests.synthesize.listening import held_port
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest
@@ -73,15 +75,21 @@ def folder(gguf, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def port():
+    with held_port() as held:
+        yield held.getsockname()[1]
+
+
 @contextmanager
-def serving(command: list[str], port: int):
-    with Path(os.devnull).open("w") as nothing:
-        process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
+def serving(command: list[str], port: int, said: Path):
+    with said.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        end = time.monotonic() + 300
+        end = time.monotonic() + LIMIT
         while True:
-            assert process.poll() is None, f"{command} ended with {process.returncode}"
-            assert time.monotonic() < end, f"{command} does not answer"
+            assert process.poll() is None, f"{command} ended with {process.returncode}: {said.read_text()[-3000:]}"
+            assert time.monotonic() < end, f"{command} does not answer: {said.read_text()[-3000:]}"
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5).close()
                 break
@@ -91,14 +99,8 @@ def serving(command: list[str], port: int):
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def llama_cpp(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
@@ -106,7 +108,7 @@ def llama_cpp(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
     if python is None and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed, and $LLAMA_CPP_PYTHON names no interpreter that has it")
     line = [python or sys.executable, "-m", "llama_cpp.server", "--model", str(gguf), "--model_alias", "smollm2"]
-    return [*line, "--n_ctx", "2048", "--n_threads", "1", "--port", str(port)], "smollm2"
+    return [*line, "--n_ctx", "2048", "--n_threads", "1", "--host", "127.0.0.1", "--port", str(port)], "smollm2"
 
 
 def transformers(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
@@ -114,24 +116,27 @@ def transformers(gguf: Path, folder: Path, port: int) -> tuple[list[str], str]:
         pytest.skip("transformers serve needs uvicorn and fastapi")
     program = Path(sys.executable).with_name("transformers")
     model = str(folder / "model")
-    return [str(program), "serve", model, "--port", str(port), "--device", "cpu"], model
+    return [str(program), "serve", model, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"], model
 
 
 @pytest.mark.parametrize("kind", [transformers, llama_cpp])
-def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, kind, capsys):
-    port = free_port()
+def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, port, tmp_path, kind, capsys, monkeypatch):
     command, name = kind(gguf, folder, port)
-    line = ["synthesize", str(folder / "documents"), "--output", str(tmp_path), "--tokenizer", str(folder / "model")]
+    output = tmp_path / "output"
+    line = ["synthesize", str(folder / "documents"), "--output", str(output), "--tokenizer", str(folder / "model")]
     line += ["--window", "1024", "--min-tokens", "40", "--model", name, "--questions", "1", "--answer-tokens", "32"]
     # Told, as finding it out would be a request more: llama-cpp-python refuses OpenAI's form of a schema.
     line += ["--answer-format", "object-schema" if kind is llama_cpp else "schema"]
     line += ["--concurrency", "1", "--tries", "1", "--retry-wait", "0.01", "--quiet", "--no-check-quotes"]
-    journal = tmp_path / "journal.jsonl"
-    with serving(command, port) as url, Proxy(url, FAULTS, hold_after=7) as proxy:
+    line += ["--timeout", f"{LIMIT:.0f}"]
+    journal = output / "journal.jsonl"
+    with serving(command, port, tmp_path / "server.log") as url, Proxy(url, FAULTS, hold_after=7) as proxy:
         line += ["--base-url", proxy.url]
         # Too slow, twice: both requests are left out, and the model was not asked.
-        assert main([*line, "--timeout", "0.5", "--retries", "0"]) == 1
-        assert manifest(tmp_path)["requests"]["faults"] == {"no answer within 0.5 s": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "wait_for", proxy.wait_for())
+            assert main([*line, "--retries", "0"]) == 1
+        assert manifest(output)["requests"]["faults"] == {f"no answer within {LIMIT:.0f} s": 2}
         assert (len(proxy.log), proxy.forwarded) == (2, [])
         # Four faults, an answer, and one that is on its way when the process is killed.
         process = start(line)
@@ -141,7 +146,7 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, ki
         assert [seen.fault for seen in proxy.log] == [*FAULTS.values(), "", ""]
         proxy.hold_after = None
         code = main(line)
-        found = manifest(tmp_path)
+        found = manifest(output)
         assert (found["requests"]["asked"], found["requests"]["faults"]) == (1, {})
     # The first was worked for thrice, as two answers were spoilt; once it had arrived, never again.
     first, second = proxy.answered()
@@ -155,7 +160,7 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, tmp_path, ki
     assert found["rows"]["count"] + len(found["given_up"]) == 2
     assert code == (1 if found["given_up"] else 0)
     # The server is gone; what it answered is not needed again.
-    rows = lines(tmp_path / "train.jsonl")
-    assert main(line) == code and lines(tmp_path / "train.jsonl") == rows
+    rows = lines(output / "train.jsonl")
+    assert main(line) == code and lines(output / "train.jsonl") == rows
     with capsys.disabled():
         print(f"\n{kind.__name__}: {found['rows']['count']} rows of 2; {[answer['content'] for answer in answers]}")

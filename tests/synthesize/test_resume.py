@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from pose_plugin.cli import main
+from pose_plugin.synthesize.asking import Asker
 from pose_plugin.synthesize.journal import Journal
-from tests.forked import forked
+from tests.forked import LIMIT, forked
 from tests.synthesize.material import story
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import faulty
@@ -59,6 +61,12 @@ def test_killed_half_way_and_resumed(place, tmp_path):
         assert found[name] == whole[name]
 
 
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT / 2
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
     import pose_plugin.synthesize.run  # noqa: F401 - before the fork
 
@@ -67,21 +75,26 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
 
         def interrupt() -> None:
             # By threads of the parent: the child would have none of them.
-            end = time.monotonic() + 60
-            while proxy.held < 3 and time.monotonic() < end:
-                time.sleep(0.02)
-            child = int((tmp_path / "pid").read_text())
-            os.kill(child, signal.SIGINT)
-            time.sleep(0.3)
-            proxy.release()
+            try:
+                until(lambda: proxy.held == 3)
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
+                # An answer that came before would be followed by a request.
+                until((tmp_path / "interrupted").exists)
+            finally:
+                proxy.release()
 
         def case() -> int:
+            def stop(asker: Asker, reason: str) -> None:
+                known(asker, reason)
+                (tmp_path / "interrupted").touch()
+
+            known, Asker.stop = Asker.stop, stop  # type: ignore[method-assign] - in this child alone
             (tmp_path / "pid").write_text(str(os.getpid()))
             return main(line)
 
         helper = threading.Thread(target=interrupt)
         helper.start()
-        outcome = forked(case, timeout=60)
+        outcome = forked(case)
         helper.join()
     assert outcome.value == 1
     assert "stopped: interrupted" in outcome.output
