@@ -194,7 +194,7 @@ def collect(work: Path, scale: Scale, places: dict[str, Path]) -> dict[str, Any]
                     for n, a in found["by_length"].items()
                 }
             else:
-                row[task] = found["metrics"]
+                row[task] = found["by_length"]["first"]
     record = json.loads((work / f"pose-{next(iter(scale.ropes))}" / "pose.json").read_text(encoding="utf-8"))
     return {
         "ropes": scale.ropes, "steps": scale.steps, "window": scale.window, "tokens": record.get("tokens"),

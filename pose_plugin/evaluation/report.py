@@ -150,7 +150,7 @@ class Report:
                 verdict = "lost"
             else:
                 verdict = f"worse by more than {SHORT_LOSS} %" if change > SHORT_LOSS else "kept"
-            shown = f"{change:+.1f} %" if math.isfinite(change) else "-"
+            shown = f"{change:+.1f} %" if math.isfinite(change) and math.isfinite(first.perplexity) else "-"
             rows.append([name, _perplexity(result, window.length), shown, verdict])
         length = next(iter(measured[0][1].by_length))
         return {

@@ -90,7 +90,8 @@ class RetrievalResult(OfTrials):
 
     def by_length(self, kind: str) -> dict[int, float]:
         """Mean score by prompt length in tokens."""
-        return {n: _mean(t for t in self.trials if (t.kind, t.length) == (kind, n)) for n in self.lengths}
+        lengths = sorted({trial.length for trial in self.trials if trial.kind == kind})
+        return {n: _mean(t for t in self.trials if (t.kind, t.length) == (kind, n)) for n in lengths}
 
     def cells(self, kind: str) -> dict[tuple[int, float], float]:
         """Mean score by (length, depth)."""

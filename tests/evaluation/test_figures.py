@@ -1,0 +1,206 @@
+"""What the pictures show, read from their axes: nothing is rendered."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pose_plugin.evaluation import figures
+from pose_plugin.evaluation.gap import Gap, GapResult
+from pose_plugin.evaluation.longppl import LongPPL, LongPPLResult
+from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.perplexity import PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
+
+pytest.importorskip("matplotlib")
+
+
+def keys(found):
+    """{(length, depth): found of four}"""
+    trials = tuple(PasskeyTrial(n, d, "1", "", i < right) for (n, d), right in found.items() for i in range(4))
+    return PasskeyResult(trials, (0.0, 1.0), 0, "")
+
+
+def scores(measure, found):
+    """{(kind, length, depth): score}"""
+    trials = tuple(RetrievalTrial(k, n, d, ("1",), "", s) for (k, n, d), s in found.items())
+    return RetrievalResult(measure, trials, {}, {}, {}, "")
+
+
+def losses(found):
+    return PerplexityResult({n: WindowPerplexity(n, 9, 3, 9, math.log(v), ()) for n, v in found.items()}, True, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """File name to figure."""
+    from matplotlib.figure import Figure
+
+    models = [
+        ModelResult("without", gap=GapResult({2048: Gap(2048, 9, 1.0, 9)}, 640, 256, 1)),
+        ModelResult(
+            "base",
+            keys({(1024, 0.0): 4, (1024, 1.0): 4, (2048, 0.0): 1, (2048, 1.0): 0}),
+            losses({1024: 8.0, 2048: 4000.0}),
+            needle=scores("needle", {("single", 1024, 0.0): 1.0, ("single", 2048, 0.5): 0.25, ("kv", 2048, 0.5): 0.5}),
+            longppl=LongPPLResult({2048: LongPPL(2048, math.log(3), 9, 9.0, 9)}, "j", 64, 2.0, -2.0, 1),
+        ),
+        ModelResult(
+            "long",
+            keys({(4096, 0.0): 3, (4096, 1.0): 4}),
+            losses({1024: 9.0, 4096: math.inf}),
+            needle=scores("needle", {("single", 4096, 1.0): 0.75}),
+            topics=scores("topics", {("first", 2048, 0.0): 0.5, ("first", 4096, 0.0): 0.25}),
+            gap=GapResult({640: Gap(640, 0, 2.0, 9), 4096: Gap(4096, 9, 3.0, 9)}, 640, 256, 1),
+        ),
+    ]
+    kept = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path: kept.__setitem__(path.name, figure))
+        written = figures.draw(Report(models, 1024, 4096), Path("nowhere"))
+    assert [path.name for path in written] == list(kept)
+    return kept
+
+
+def lines(axes):
+    """Name to ([x, …], [y, …]) of what the legend names."""
+    handles, names = axes.get_legend_handles_labels()
+    return {
+        name: tuple(list(map(float, (h.lines[0] if hasattr(h, "lines") else h).get_data()[i])) for i in (0, 1))
+        for h, name in zip(handles, names, strict=True)
+    }
+
+
+def test_which(drawn):
+    names = "passkey passkey_depth perplexity needle_single needle_kv topics longppl gap"
+    assert list(drawn) == [f"{name}.png" for name in names.split()]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "y", "x"),
+    [
+        ("perplexity", {"base": ([1024, 2048], [8, 4000]), "long": ([1024, 4096], [9, math.nan])},
+         "perplexity (log scale)", "window size (tokens)"),
+        ("topics", {"long": ([2048, 4096], [50, 25])}, "first topics found", "prompt length (tokens)"),
+        ("longppl", {"base": ([2048], [3])}, "LongPPL", "window size (tokens)"),
+        ("gap", {"without": ([2048], [1]), "long": ([640, 4096], [2, 3])}, "loss of the moved tokens (nats)",
+         "farthest position"),
+    ],
+)  # fmt: skip
+def test_lines(drawn, name, expected, y, x):
+    (axes,) = drawn[f"{name}.png"].axes
+    found = lines(axes)
+    assert list(found) == list(expected)
+    for who, series in expected.items():
+        for got, wanted in zip(found[who], series, strict=True):
+            assert got == pytest.approx(wanted, nan_ok=True), who
+    assert (axes.get_ylabel(), axes.get_xlabel(), axes.get_xscale()) == (y, x, "log")
+    assert axes.get_yscale() == ("log" if name == "perplexity" else "linear")
+    lengths = sorted({n for xs, _ in expected.values() for n in xs})
+    assert [label.get_text() for label in axes.get_xticklabels()] == [figures.tokens(n) for n in lengths]
+    assert all(axes.get_xlim()[0] < n < axes.get_xlim()[1] for n in lengths)
+    assert all(axes.get_ylim()[0] < v < axes.get_ylim()[1] for _, ys in expected.values() for v in ys if v == v)
+
+
+def test_keys_by_length_with_their_intervals(drawn):
+    (axes,) = drawn["passkey.png"].axes
+    found = lines(axes)
+    assert {who: ys for who, (_, ys) in found.items()} == {"base": [100, 12.5], "long": [87.5]}
+    # Moved apart by a hair, no more.
+    assert found["base"][0] == pytest.approx([1024, 2048], rel=0.03)
+    assert found["base"][0][0] < 1024 and found["long"][0][0] > 4096
+    for container, name in zip(*axes.get_legend_handles_labels(), strict=True):
+        (bars,) = container.lines[2]
+        spans = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+        by_hand = {"base": [(8, 8), (1, 8)], "long": [(7, 8)]}[name]
+        for (low, high), (right, n) in zip(spans, by_hand, strict=True):
+            z, p = 1.959964, right / n
+            root = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+            wilson = [100 * max(0, (p + z * z / (2 * n) - root)) / (1 + z * z / n),
+                      100 * min(1, (p + z * z / (2 * n) + root) / (1 + z * z / n))]  # fmt: skip
+            assert [low, high] == pytest.approx(wilson, abs=1e-6)
+
+
+def cells(axes):
+    """{(column's label, row's label): the number in it}, by the colours; the numbers written are the same, rounded."""
+    (image,) = axes.images
+    columns = [label.get_text() for label in axes.get_xticklabels()]
+    # Panels beside the first one show no labels of their own.
+    rows = [axes.yaxis.get_major_formatter()(at, i) for i, at in enumerate(axes.get_yticks())]
+    values = image.get_array()
+    assert values.shape == (len(rows), len(columns)) and image.get_clim() == (0, 100)
+    known = {
+        (i, j): float(values[i, j])
+        for i in range(len(rows))
+        for j in range(len(columns))
+        if values[i, j] == values[i, j]
+    }
+    written = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts
+               if t.get_text().isdigit()}  # fmt: skip
+    assert written == {at: f"{value:.0f}" for at, value in known.items() if value == value}
+    return {(columns[j], rows[i]): value for (i, j), value in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "label"),
+    [
+        ("passkey_depth", {
+            "base": {("1k", "0 %"): 100, ("1k", "100 %"): 100, ("2k", "0 %"): 25, ("2k", "100 %"): 0},
+            "long": {("4k", "0 %"): 75, ("4k", "100 %"): 100}}, "passkeys found (%)"),
+        ("needle_single", {"base": {("1k", "0 %"): 100, ("2k", "50 %"): 25}, "long": {("4k", "100 %"): 75}},
+         "needles found (%)"),
+        ("needle_kv", {"base": {("2k", "50 %"): 50}}, "values found (%)"),
+    ],
+)  # fmt: skip
+def test_heat_maps(drawn, name, expected, label):
+    *panels, bar = drawn[f"{name}.png"].axes
+    assert [panel.get_title() for panel in panels] == list(expected) and bar.get_ylabel() == label
+    for panel in panels:
+        assert {cell: v for cell, v in cells(panel).items() if v == v} == expected[panel.get_title()]
+
+
+def marks(axes, label):
+    """Where a window is marked, by its label; and the style of the line there."""
+    (at,) = [t.get_position()[0] for t in axes.texts if t.get_text().startswith(label)]
+    (style,) = {line.get_linestyle() for line in axes.lines if list(line.get_xdata()) == [at, at]}
+    return at, style
+
+
+def test_windows_are_marked(drawn):
+    for name in ("passkey", "perplexity", "topics"):
+        (axes,) = drawn[f"{name}.png"].axes
+        assert marks(axes, "target 4k") == (4096, "--")
+        if name != "topics":
+            assert marks(axes, "trained 1k") == (1024, "-")
+    # 1k | 2k 4k ¦
+    for panel in drawn["needle_single.png"].axes[:-1]:
+        assert (marks(panel, "trained"), marks(panel, "target")) == ((0.5, "-"), (2.5, "--"))
+    # All that was measured is beyond the trained window.
+    assert marks(drawn["needle_kv.png"].axes[0], "trained") == (-0.5, "-")
+
+
+def test_a_model_has_one_look_in_all_pictures(drawn):
+    looks = {}
+    for name in ("passkey", "perplexity", "gap"):
+        (axes,) = drawn[f"{name}.png"].axes
+        for handle, who in zip(*axes.get_legend_handles_labels(), strict=True):
+            line = handle.lines[0] if hasattr(handle, "lines") else handle
+            looks.setdefault(who, set()).add((line.get_color(), line.get_marker()))
+    assert all(len(found) == 1 for found in looks.values()) and len(set.union(*looks.values())) == 3
+
+
+def test_many_models_have_a_panel_each_and_no_empty_one_shows():
+    from matplotlib.figure import Figure
+
+    for count, columns in ((1, 1), (4, 4), (5, 3), (6, 3), (7, 4), (8, 4)):
+        models = [ModelResult(str(i), keys({(1024, 0.0): i % 4})) for i in range(count)]
+        kept = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Figure, "savefig", lambda figure, path, kept=kept: kept.append(figure))
+            figures.passkey_by_depth(Report(models), Path("nowhere"))
+        *panels, _ = kept[0].axes
+        shown = [panel for panel in panels if panel.get_visible()]
+        assert [panel.get_title() for panel in shown] == [model.name for model in models]
+        assert [list(cells(panel).values()) for panel in shown] == [[25.0 * (i % 4)] for i in range(count)]
+        assert shown[0].get_subplotspec().get_gridspec().ncols == columns

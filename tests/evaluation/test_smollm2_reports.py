@@ -1,0 +1,67 @@
+"""benchmarks/smollm2 reads what `pose-plugin evaluate` writes; the larger version, too."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pose_plugin.evaluation.gap import Gap, GapResult
+from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.perplexity import Bucket, PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    yield importlib.import_module("smollm2.run")
+    for name in [name for name in sys.modules if name == "common" or name.startswith("smollm2")]:
+        del sys.modules[name]
+
+
+def test_the_larger_version_reads_its_reports(script, tmp_path):
+    names = ["base", *(f"base + {r} (RoPE only)" for r in ("linear", "yarn")),
+             *(f"{r}, {how}" for r in ("linear", "yarn") for how in ("no skip", "PoSE"))]  # fmt: skip
+    places = {name: tmp_path / name for name in ("gap", "loss-a", "loss-b", "passkey-8,16", "passkey-32", "topics")}
+    keys = {n: PasskeyResult((PasskeyTrial(n, 0.0, "1", "", n < 16),) * 3, None, 0, "") for n in (8, 16, 32)}
+    asked = [RetrievalTrial("first", 16384, 0.0, ("x",), "", s) for s in (1.0, 0.0, 0.0, 0.0)]
+    for what, place in places.items():
+        loss = {"loss-a": 1.0, "loss-b": 3.0}.get(what, 0.0)
+        window = WindowPerplexity(32768, 9, 1, 9, 1.0, (Bucket(0, 4096, loss, 9), Bucket(28672, 32768, loss + 1, 9)))
+        measured = {
+            "gap": {"gap": GapResult({8192: Gap(8192, 9, 1.5, 9)}, 640, 256, 1)},
+            "loss": {"perplexity": PerplexityResult({32768: window}, True, 1, 0)},
+            "passkey": {"passkey": PasskeyResult.joined([keys[8], keys[16]]) if "8" in what else keys[32]},
+            "topics": {"topics": RetrievalResult("topics", tuple(asked), {"first": ""}, {"first": ""}, {}, "")},
+        }[what.partition("-")[0]]
+        Report([ModelResult(name, **measured) for name in names]).write(place, figures=False)
+    (tmp_path / "pose-linear").mkdir()
+    (tmp_path / "pose-linear" / "pose.json").write_text("{}")
+    scale = script.replace(script.LARGER, texts=("a", "b"))
+    result = json.loads(json.dumps(script.collect(tmp_path, scale, places)))
+    assert list(result["models"]) == ["base", *(f"{r}, {how}" for r in ("linear", "yarn")
+                                                for how in ("RoPE only", "no skip", "PoSE"))]  # fmt: skip
+    for row in result["models"].values():
+        assert (row["gap"], row["topics"]) == ({"8192": 1.5}, {"16384": 0.25})
+        assert row["loss"] == {"a": {"0": 1.0, "28672": 2.0}, "b": {"0": 3.0, "28672": 4.0}}
+        assert {n: one["found"] for n, one in row["passkey"].items()} == {"8": 3, "16": 0, "32": 0}
+    assert set(result["definitions"]) == {"gap", "perplexity", "passkey", "topics"}
+    shown = script.tables.table({"machine": {"date": "today", "processor": "x"}, **result})
+    assert "| yarn, PoSE | 2.00 | 3.00 |" in shown and "| yarn, PoSE | 0.25 |" in shown
+    assert "| yarn, PoSE | 3/3 | 0/3 | 0/3 |" in shown
+
+
+def test_the_larger_version_asks_for_what_there_is(script, tmp_path, monkeypatch):
+    """Each command that it would call is one that `pose-plugin evaluate` takes."""
+    from pose_plugin import cli
+    from pose_plugin.evaluation import command
+
+    taken = []
+    monkeypatch.setattr(command, "run", lambda args: taken.append((command._tasks(args), args.lengths)) or 0)
+    monkeypatch.setattr(script, "call", lambda line, log, shown: cli.main(line[3:]))
+    script.judge(tmp_path, tmp_path, script.LARGER)
+    assert [tasks for tasks, _ in taken] == [["gap"], *([["perplexity"]] * 3), ["passkey"], ["passkey"], ["topics"]]
+    assert taken[-1][1] == "16384,65536"
