@@ -6,6 +6,8 @@ seen), which is what `generate` reckons with; how many keys are really there is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +109,13 @@ class BeaconCache(PlainCache):
         self.open = [(change(k), change(v)) for k, v in self.open]
         self.before = None
 
-    def _follow(self, keys: torch.dtype, values: torch.dtype) -> None:
-        """Goes on in the dtypes of what was read last; a saved stream may come from a model in another."""
+    def _follow(self, fresh: list[KeysValues]) -> None:
+        """Goes on where and in the dtype in which it was read last; a saved stream may come from another model."""
         first = (self.open or (self.pieces[0] if self.pieces else []))[:1]
-        if first and (first[0][0].dtype, first[0][1].dtype) != (keys, values):
-            cast = [[(k.to(keys), v.to(values)) for k, v in layers] for layers in [*self.pieces, self.open]]
-            self.pieces, self.open = cast[:-1], cast[-1]
+        if first and any((a.dtype, a.device) != (b.dtype, b.device) for a, b in zip(first[0], fresh[0], strict=True)):
+            pairs = [list(zip(layers, fresh, strict=False)) for layers in [*self.pieces, self.open]]
+            moved = [[(k.to(new_k), v.to(new_v)) for (k, v), (new_k, new_v) in layers] for layers in pairs]
+            self.pieces, self.open = moved[:-1], moved[-1]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes row beam_idx[i], as beam search asks."""
@@ -170,6 +173,12 @@ class BeaconCache(PlainCache):
         twin.signature, twin.adapter, twin.mark = dict(self.signature), self.adapter, self.mark
         return twin
 
+    def restore(self, twin: BeaconCache) -> None:
+        """Becomes what `copy` gave; that one is not to be used afterwards."""
+        names = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
+        for name in names:
+            setattr(self, name, getattr(twin, name))
+
     def save(self, path: str | Path) -> None:
         """Writes the stream to a safetensors file; see `persist.save`."""
         from pose_plugin.beacon import persist
@@ -208,7 +217,7 @@ class BeaconCache(PlainCache):
             written: layer → its keys and values, (batch, heads, rows of the pass, head size).
         """
         fresh = [written[layer] for layer in sorted(written)]
-        self._follow(*(tensor.dtype for tensor in fresh[0]))
+        self._follow(fresh)
         if not self.open:
             self.open = fresh
         else:
@@ -242,3 +251,15 @@ class BeaconCache(PlainCache):
             layers = range(len(self.pieces[0]))
             joined = [tuple(join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
             self.pieces = [joined]  # type: ignore[list-item]
+
+
+@contextmanager
+def kept_on_error(cache: Any) -> Iterator[None]:
+    """A stream is as it was where reading on fails half-way: for want of memory, room in the window, or patience."""
+    before = cache.copy() if isinstance(cache, BeaconCache) else None
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            cache.restore(before)
+        raise

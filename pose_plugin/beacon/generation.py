@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import Cache
 
-from pose_plugin.beacon import guards
+from pose_plugin.beacon import calls
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.errors import PoSEError
 
@@ -46,12 +49,19 @@ class Generation:
         tuner: Any = self
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
-        guards.check_ids(inputs)
+        calls.check_ids(inputs)
+        calls.check_cache(cache)
+        calls.policy(ratio, ratios)
+        if not isinstance(past := kwargs.get("past_key_values"), Cache | None):
+            calls.check_cache(past, "past_key_values")
         if tuner.disabled:
             if cache is not None or isinstance(kwargs.get("past_key_values"), BeaconCache):
                 raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
             return tuner.model.generate(inputs, **kwargs)
+        if inputs is not None:
+            calls.check_input(inputs, None, tuner.embedding, tuner.model)
         past = kwargs.pop("past_key_values", None)
+        _own_cache(tuner, kwargs)
         guesses = _guesses(tuner, kwargs)
         if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
             raise PoSEError(
@@ -79,6 +89,18 @@ class Generation:
             raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio instead")
         with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)), _undoing(past, guesses):
             return tuner.model.generate(inputs, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            PoSEError: always; continuous batching has a cache of its own, and would read past the window uncondensed.
+        """
+        raise PoSEError(
+            "generate_batch: continuous batching keeps all keys and values in pages, where beacons condense them; call "
+            "generate() with rows of equal length"
+        )
+
+    continuous_batching_context_manager = init_continuous_batching = generate_batch
 
     @torch.no_grad()
     def condense(
@@ -108,7 +130,10 @@ class Generation:
         tuner: Any = self
         if tuner.disabled:
             raise PoSEError("condense: the adapter is disabled; call it outside disable_adapter()")
-        ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        if input_ids is None:
+            raise PoSEError("input_ids: None; give the text's token ids, (batch, tokens)")
+        calls.check_cache(cache)
+        ids = input_ids[None] if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1 else input_ids
         stream = BeaconCache() if cache is None else cache.copy()
         tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)
         return stream
@@ -158,16 +183,38 @@ def _undoing(cache: Any, wanted: bool) -> Iterator[None]:
 def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: BeaconCache) -> torch.Tensor:
     # generate slices `inputs` unless the mask is longer, which tells it that only new tokens were passed.
     if inputs is None:
-        raise PoSEError("inputs: give the tokens that follow the cached text, (batch, tokens)")
+        raise PoSEError(
+            "inputs: None; with cache=… give the token ids that follow the cached text, (batch, tokens). Embeddings "
+            "are read by model(inputs_embeds=…, past_key_values=…)"
+        )
     own = inputs.new_ones(inputs.shape) if mask is None else mask
     if own.shape[1] == inputs.shape[1]:
         own = torch.cat([own.new_ones(own.shape[0], cache.tokens), own], dim=1)
     return own
 
 
+def _own_cache(tuner: Any, kwargs: dict[str, Any]) -> None:
+    """Settings that would make another cache: those of the call are refused, the model's own passed over."""
+    config = kwargs.get("generation_config")
+    asked = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if asked is not None:
+        raise PoSEError(
+            f"cache_implementation: {asked!r} cannot go with beacons, whose own cache stays within the window; leave "
+            "it out"
+        )
+    if getattr(tuner.model.generation_config, "cache_implementation", None) is not None:
+        kwargs["generation_config"] = own = copy.deepcopy(config or tuner.model.generation_config)
+        own.cache_implementation = None
+
+
 def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
     """Whether tokens are guessed, read, and taken back where they were wrong."""
     config = kwargs.get("generation_config") or tuner.model.generation_config
+    helper = kwargs.get("assistant_model")
+    if isinstance(helper, nn.Module) and any(module is tuner.model for module in helper.modules()):
+        raise PoSEError(
+            "assistant_model: it is the model itself, which guesses no faster than it reads; give a smaller model"
+        )
     return any(kwargs.get(n) or getattr(config, n, None) for n in ("assistant_model", "prompt_lookup_num_tokens"))
 
 

@@ -1,13 +1,11 @@
-"""What a Beacon model refuses, and why: inputs, attention implementations, checkpointing."""
+"""Which models a Beacon adapter refuses, and why: their layers, attention, checkpointing, other adapters."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.rope import changing_limit
 from pose_plugin.errors import PoSEError
@@ -131,125 +129,3 @@ def check_unpacked(base: Any, what: str) -> None:
             "silently. Load the base again and make the adapter, or train, before the first forward in eval mode; on a "
             "GPU nothing is packed."
         )
-
-
-def check_ids(ids: torch.Tensor | None) -> None:
-    """Raises:
-    PoSEError: ids that are no batch of texts.
-    """
-    if ids is not None and ids.dim() != 2:
-        raise PoSEError(f"input_ids: shape {tuple(ids.shape)} must be (batch, tokens); of one text, give ids[None]")
-
-
-def check_mask(attention_mask: Any, tokens: int, seen: int, carries: bool) -> bool:
-    """Whether the input is padded on the right.
-
-    Args:
-        attention_mask: None, or (batch, tokens) or (batch, seen + tokens), 1 for a token and 0 for padding.
-        tokens: new tokens.
-        seen: tokens in the cache.
-        carries: whether a cache continues after this call; padding would then be read as text.
-
-    Raises:
-        PoSEError: a mask of more dimensions, padding on the left, or padding where a cache goes on.
-    """
-    if attention_mask is None:
-        return False
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
-        shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
-        raise PoSEError(
-            f"attention_mask: Beacon makes its own mask and takes (batch, tokens) with ones for tokens, not {shape}. "
-            "Packed documents cannot be condensed in one row: set packing / sample_packing to false."
-        )
-    if attention_mask.shape[1] not in (tokens, seen + tokens):
-        raise PoSEError(
-            f"attention_mask: width {attention_mask.shape[1]} fits neither the {tokens} new tokens nor these and the "
-            f"{seen} seen before"
-        )
-    mask = attention_mask.bool()
-    if bool(mask.all()):
-        return False
-    if mask.shape[1] == tokens and bool((mask[:, 1:] <= mask[:, :-1]).all()) and bool(mask[:, 0].all()):
-        if not carries:
-            return True
-        where = "on the right, and the cache that goes on from here would hold it as text"
-    else:
-        where = "before or between the tokens"
-    raise PoSEError(
-        f"attention_mask: padding {where}; beacons would condense it. Read rows of equal length together (batch by "
-        "length), or one row at a time. Training pads on the right: tokenizer.padding_side = 'right'."
-    )
-
-
-def check_positions(position_ids: Any, attention_mask: Any, tokens: int, seen: int) -> None:
-    """Beacon counts positions inside the window itself; ids that merely count the tokens are let pass.
-
-    Raises:
-        PoSEError: others: packed documents, PoSE's skips, or a slice that does not continue the cache.
-    """
-    if position_ids is None:
-        return
-    wanted = torch.arange(seen, seen + tokens, device=position_ids.device)
-    given = position_ids[..., -tokens:] if position_ids.dim() <= 2 else position_ids
-    same = given.shape[-1] == tokens and position_ids.dim() <= 2 and (given == wanted)
-    if isinstance(same, torch.Tensor):
-        if attention_mask is not None and attention_mask.dim() == 2 and same.dim() == 2:
-            same = same | ~attention_mask[:, -tokens:].bool().to(same.device)
-        same = bool(same.all())
-    if not same:
-        raise PoSEError(
-            f"position_ids: they do not count {seen}…{seen + tokens - 1}. Beacon sets positions inside its window, so "
-            "neither packed rows (set packing / sample_packing to false) nor PoSE's skipped positions go with it; "
-            "leave position_ids out"
-        )
-
-
-def check_extra(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Arguments that go on to the model: settings do, tensors along the tokens do not.
-
-    Raises:
-        PoSEError: a tensor or mask that would have to be cut into intervals.
-    """
-    passed = {}
-    for key, value in kwargs.items():
-        if value is None or key == "cache_position":
-            continue
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] >= tokens:
-            raise PoSEError(
-                f"{key}: Beacon cannot cut this input of shape {tuple(value.shape)} into intervals; leave it out "
-                "(packing and multimodal inputs are not supported)"
-            )
-        passed[key] = value
-    return passed
-
-
-def check_origin(cache: BeaconCache, signature: dict[str, Any], row: torch.Tensor, mark: tuple[Any, ...]) -> None:
-    """A stream goes on with what it began with; a fresh one is told what that is.
-
-    Args:
-        cache: the stream.
-        signature: see `Reading.signature`.
-        row: the active adapter's beacon embedding, (hidden,).
-        mark: tuner, adapter and version of its weights; compared once for each, since comparing waits for the device.
-
-    Raises:
-        PoSEError: another model or another adapter made it.
-    """
-    if not cache.tokens:
-        cache.signature, cache.adapter, cache.mark = signature, row, mark
-        return
-    if cache.signature != signature:
-        keys = [key for key in signature if cache.signature.get(key) != signature[key]]
-        made = ", ".join(f"{key}={cache.signature.get(key)}" for key in keys)
-        reads = ", ".join(f"{key}={signature[key]}" for key in keys)
-        raise PoSEError(f"cache: made with {made}, but this model reads with {reads}; condense the text again")
-    if cache.mark == mark or cache.adapter is None:
-        return
-    # Loose enough for an adapter that was loaded in another dtype, or trained a few steps further.
-    error = float((cache.adapter.to(row.device) - row).norm() / row.norm().clamp(min=1e-12))
-    if error > 0.02:
-        raise PoSEError(
-            f"cache: another adapter condensed it (its beacon embedding is {error:.0%} off that of {mark[1]!r}), so "
-            "its memory means nothing here; set_adapter to that one, or condense the text again"
-        )
-    cache.mark = mark

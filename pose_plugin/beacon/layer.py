@@ -48,12 +48,23 @@ class Router:
         """Forward pre-hook of an attention module."""
         view = kwargs.get("cache", kwargs.get("past_key_values"))
         self.given = view.given if isinstance(view, IntervalView) else None
-        if self.tuner is not None and self.tuner() is None:
+        if self.tuner is not None:
+            self.driver()
+
+    def driver(self) -> Any:
+        """The tuner.
+
+        Raises:
+            PoSEError: it is gone.
+        """
+        tuner = self.tuner() if self.tuner is not None else None
+        if tuner is None:
             raise PoSEError(
                 "adapter: these Beacon layers have lost their tuner, so the text would never be condensed. "
                 "model.load_adapter() and inject_adapter_in_model() drop it: load with "
                 "peft.PeftModel.from_pretrained(model, path) or get_peft_model, and keep what it returns."
             )
+        return tuner
 
 
 class BeaconLayer(BaseTunerLayer):
@@ -170,7 +181,7 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
     def __init__(self, base_layer: Any, adapter_name: str, config: BeaconConfig, router: Router, eos: Any) -> None:
         super().__init__()
         BeaconLayer.__init__(self, base_layer, router)
-        self.sentinel = int(getattr(base_layer, "num_embeddings", None) or base_layer.weight.shape[0])
+        self.sentinel = rows_of(base_layer)
         self.beacon_embedding = nn.ModuleDict({})
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, eos)
@@ -233,6 +244,11 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
     def touch(self, like: torch.Tensor) -> torch.Tensor:
         """See BeaconLinear.touch."""
         return self.row().float().sum() * 0
+
+
+def rows_of(embedding: Any) -> int:
+    """Tokens of an embedding."""
+    return int(getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0])
 
 
 def route(x: torch.Tensor, given: Pass, base: Callable[..., Any], own: Callable[..., Any]) -> torch.Tensor:

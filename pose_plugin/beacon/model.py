@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from pose_plugin.beacon import guards, ratios, rope
+from pose_plugin.beacon import beside, guards, ratios, rope
 from pose_plugin.beacon.config import DEFAULT_TARGETS, BeaconConfig
 from pose_plugin.beacon.generation import Generation
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge
@@ -39,6 +41,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
     # Injection.
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        beside.check_alone(model)
         nn.Module.__init__(self)
         self.router = Router(self)
         self._hooks: list[Any] = []
@@ -47,6 +50,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self.condensed_since_step = 0
         self._base_forward: Any = None
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        self.peft_config = self.model.peft_config = beside.Configs(self.peft_config)
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             # Imported here, since it imports the Trainer, which only training needs.
             from pose_plugin.integrations.beacon import watch
@@ -92,7 +96,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
             embedding.beacon_embedding[adapter_name].requires_grad_(False)
         self._attach(model, adapter_name)
 
-    def _attach(self, model: nn.Module, adapter_name: str) -> None:
+    def _attach(self, model: Any, adapter_name: str) -> None:
         self._detach()
         attentions = []
         for name, module in model.named_modules():
@@ -117,6 +121,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         for layer in self._decoder_layers:
             # Otherwise checkpointed layers lose the cache, and with it the memory.
             layer._can_checkpoint_with_cache = True
+        model.resize_token_embeddings = functools.partial(beside.resize, self.router)
         # In a list, since a module as an attribute would become a second child of the same weights.
         self._rotary = [rope.find_rotary(model)]
         self._rotating: list[bool] | None = None
@@ -125,6 +130,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.model.__dict__.pop("resize_token_embeddings", None)
         for layer in getattr(self, "_decoder_layers", []):
             layer.__dict__.pop("_can_checkpoint_with_cache", None)
 
@@ -156,6 +162,16 @@ class BeaconModel(Generation, Reading, BaseTuner):
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Nothing: full copies in fp32 would double a bf16 adapter. `BeaconConfig.dtype` asks for it."""
 
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        names = kwargs.get("adapter_names")
+        if names is not None and any(name not in self.active_adapters for name in names):
+            raise PoSEError(
+                f"adapter_names: {names}; Beacon reads a batch with one adapter, now {self.active_adapters}. Call "
+                "set_adapter(name), and read the rows of each adapter by themselves"
+            )
+        yield
+
     def _check_merge_allowed(self) -> None:
         raise cannot_merge()
 
@@ -169,7 +185,17 @@ class BeaconModel(Generation, Reading, BaseTuner):
 
     @property
     def embedding(self) -> BeaconEmbedding:
-        return self.model.get_input_embeddings()
+        """
+        Raises:
+            PoSEError: it was replaced.
+        """
+        found = self.model.get_input_embeddings()
+        if not isinstance(found, BeaconEmbedding):
+            raise PoSEError(
+                f"model: its input embedding is a {type(found).__name__}, set after the Beacon adapter was made, so "
+                "beacons have none. Set it before get_peft_model; model.resize_token_embeddings keeps the beacons' own"
+            )
+        return found
 
     @property
     def rotary(self) -> Any:

@@ -199,8 +199,10 @@ def from_compression(share: float) -> int:
     Raises:
         PoSEError: the share is not that of a whole ratio.
     """
-    if not 0 < share < 1:
-        raise PoSEError(f"compression_ratio: {share} must lie between 0 and 1, the share of the cache that is removed")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise PoSEError(
+            f"compression_ratio: {share!r} must lie between 0 and 1, the share of the cache that is removed"
+        )
     ratio = round(1 / (1 - share))
     if abs(1 - 1 / ratio - share) > 1e-6:
         raise PoSEError(
@@ -252,11 +254,16 @@ def plan(
             ratio = max(min(candidates), at_least)
         chosen = [ratio] * count
     elif isinstance(policy, str):
+        if policy not in TRAINING_POLICIES:
+            raise PoSEError(
+                f"ratio: {policy!r} is not known; give 'adapt' or a whole number ≥ 2 that divides the interval of "
+                f"{window.interval}"
+            )
         if rng is None:
             raise PoSEError(f"ratio: {policy!r} draws ratios and is for training; use 'adapt' or a number here")
         behind = memory + (window.beacons(head[0]) if head and condensed else 0)
         chosen = draw(window, count, last, candidates, rng(), behind, same=policy == INSTANCE)
-    elif isinstance(policy, int | np.integer):
+    elif not isinstance(policy, list | tuple):
         chosen = [check_ratio(policy, window.interval)] * count
     else:
         chosen = [check_ratio(ratio, window.interval, f"ratios[{index}]") for index, ratio in enumerate(policy)]

@@ -9,8 +9,8 @@ import torch
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pose_plugin.beacon import guards, ratios
-from pose_plugin.beacon.cache import BeaconCache
+from pose_plugin.beacon import calls, guards, ratios
+from pose_plugin.beacon.cache import BeaconCache, kept_on_error
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
 from pose_plugin.beacon.losses import CountedOutput, shift_labels, stream_loss, token_figures
@@ -134,7 +134,8 @@ class Reading:
             `fused_lm_head` is true.
 
         Raises:
-            PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `guards`).
+            PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `calls` and
+                `guards`). The cache is then as it was.
         """
         cache = kwargs.pop("cache", None)
         cache = past_key_values if cache is None else cache
@@ -152,19 +153,21 @@ class Reading:
                 "logits_to_keep": logits_to_keep,
             }
             return self._call(**given, **kwargs)
-        return self._read(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache,
-            labels,
-            use_cache,
-            logits_to_keep,
-            ratio if ratios is None else list(ratios),
-            headroom,
-            kwargs,
-        )
+        calls.check_headroom(headroom)
+        with kept_on_error(cache):
+            return self._read(
+                input_ids,
+                inputs_embeds,
+                attention_mask,
+                position_ids,
+                cache,
+                labels,
+                use_cache,
+                logits_to_keep,
+                calls.policy(ratio, ratios),
+                headroom,
+                kwargs,
+            )
 
     @property
     def _call(self) -> Any:
@@ -184,12 +187,7 @@ class Reading:
         headroom: int | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        given = ids if ids is not None else embedded
-        if given is None or (ids is not None and embedded is not None):
-            raise PoSEError("input_ids: give either input_ids or inputs_embeds")
-        guards.check_ids(ids)
-        if given.shape[1] == 0:
-            raise PoSEError(f"input_ids: shape {tuple(given.shape)} holds no token")
+        given = calls.check_input(ids, embedded, self.embedding, self.model)
         config, tokens = self.active_config, given.shape[1]
         guards.check_attention(self.attention, config)
         if self.training and torch.is_grad_enabled():
@@ -197,9 +195,13 @@ class Reading:
             guards.check_unpacked(self.probe, "gradients")
         stream = self._continue(cache, given.shape[0])
         carries = cache is not None or use_cache is True
-        padded = guards.check_mask(attention_mask, tokens, stream.tokens, carries)
-        guards.check_positions(position_ids, attention_mask, tokens, stream.tokens)
+        padded = calls.check_mask(attention_mask, tokens, stream.tokens, carries)
+        calls.check_positions(position_ids, attention_mask, tokens, stream.tokens)
         items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        calls.check_labels("labels", labels, given.shape[:2])
+        calls.check_labels("shift_labels", shifted, given.shape[:2])
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise PoSEError(f"logits_to_keep: {logits_to_keep} must be 0 (all) or how many of the last to return")
         fused = bool(kwargs.pop("fused_lm_head", False))
         given_shifted = shifted is not None
         if shifted is None and labels is not None:
@@ -207,7 +209,7 @@ class Reading:
         return_dict = kwargs.pop("return_dict", None)
         if kwargs.pop("output_attentions", None):
             raise PoSEError("output_attentions: the intervals have attentions of different sizes; leave it out")
-        extra = guards.check_extra(kwargs, tokens)
+        extra = calls.check_extra(kwargs, tokens)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else None
         chosen = self.plan(stream, tokens, ratio, headroom)
         reader = Reader(self, self._call, stream, extra, keep or None if shifted is None else None)
@@ -262,6 +264,8 @@ class Reading:
             stream = BeaconCache()
         elif isinstance(cache, BeaconCache):
             stream = cache
+        elif not isinstance(cache, Cache):
+            calls.check_cache(cache, "past_key_values")
         elif cache.get_seq_length() == 0:
             stream = BeaconCache()
         else:
@@ -270,7 +274,7 @@ class Reading:
                 "pass a BeaconCache (model.condense(ids), or BeaconCache())"
             )
         row = self.embedding.row().detach()[0].float()
-        guards.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
+        calls.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
                 raise PoSEError(

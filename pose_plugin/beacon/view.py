@@ -53,9 +53,9 @@ class IntervalView(PlainCache):
         if not self.sealed:
             self.written[layer_idx] = (key_states, value_states)
         # Pieces of the past are joined here, once, rather than when the view is made; a stream that was read in another
-        # dtype is read in this one.
+        # dtype or on another device is read in this one.
         past = self.past[layer_idx] if self.past else []
-        parts = [(k.to(key_states.dtype), v.to(value_states.dtype)) for k, v in past] + [(key_states, value_states)]
+        parts = [(k.to(key_states), v.to(value_states)) for k, v in past] + [(key_states, value_states)]
         return join(keys for keys, _ in parts), join(values for _, values in parts)
 
     def seal(self) -> dict[int, KeysValues]:
