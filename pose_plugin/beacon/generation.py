@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +60,6 @@ class Generation:
         if inputs is not None:
             calls.check_input(inputs, None, tuner.embedding, tuner.model)
         past = kwargs.pop("past_key_values", None)
-        _own_cache(tuner, kwargs)
         guesses = _guesses(tuner, kwargs)
         if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
             raise PoSEError(
@@ -87,7 +85,8 @@ class Generation:
             kwargs[tuner.cache_key] = past
         elif ratios is not None:
             raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio instead")
-        with _driven(tuner, ratio, ratios, _room(tuner, inputs, kwargs)), _undoing(past, guesses):
+        room = _room(tuner, inputs, kwargs)
+        with _own_cache(tuner, kwargs), _driven(tuner, ratio, ratios, room), _undoing(past, guesses):
             return tuner.model.generate(inputs, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +192,8 @@ def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: B
     return own
 
 
-def _own_cache(tuner: Any, kwargs: dict[str, Any]) -> None:
+@contextmanager
+def _own_cache(tuner: Any, kwargs: dict[str, Any]) -> Iterator[None]:
     """Settings that would make another cache: those of the call are refused, the model's own passed over."""
     config = kwargs.get("generation_config")
     asked = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
@@ -202,9 +202,13 @@ def _own_cache(tuner: Any, kwargs: dict[str, Any]) -> None:
             f"cache_implementation: {asked!r} cannot go with beacons, whose own cache stays within the window; leave "
             "it out"
         )
-    if getattr(tuner.model.generation_config, "cache_implementation", None) is not None:
-        kwargs["generation_config"] = own = copy.deepcopy(config or tuner.model.generation_config)
-        own.cache_implementation = None
+    # Not by an argument: what an argument leaves open, transformers takes from the model's own.
+    own, named = tuner.model.generation_config, tuner.model.generation_config.cache_implementation
+    own.cache_implementation = None
+    try:
+        yield
+    finally:
+        own.cache_implementation = named
 
 
 def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
