@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pose_plugin import __version__
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.text_file import read_text
 
@@ -103,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
         print(session.forecast(sources))
         return 0
     session.finished.open()
+    others = sorted(session.finished.versions - {__version__})
+    if others:
+        print(f"{output} holds results of pose_plugin {', '.join(others)} too; they are kept there and not used")
     report = Report([], *_windows(args, sources))
     try:
         if evaluator is not None:
@@ -137,7 +142,8 @@ def _plan(args: argparse.Namespace, tasks: list[str]) -> Plan:
         if getattr(args, name) is not None and task not in tasks:
             way_out = "--harness TASKS" if task == "harness" else f"{task} in --tasks"
             raise PoSEError(f"--{name.replace('_', '-')} {getattr(args, name)} has no effect without {way_out}")
-    twice = [path for path in dict.fromkeys(args.texts) if args.texts.count(path) > 1]
+    files = [Path(path).resolve() for path in args.texts]
+    twice = [path for path, file in zip(args.texts, files, strict=True) if files.count(file) > 1]
     if twice:
         raise PoSEError(f"--texts {twice[0]} is named twice and would count twice; name it once")
     return Plan(
@@ -181,14 +187,26 @@ def _sources(args: argparse.Namespace) -> list[Source]:
 
     names = _labels(args.label, args.models)
     sources = [describe(path, names.get(path)) for path in args.models]
+    _name_by_folders([source for source in sources if source.path not in names])
     # Behind the model they are variants of: base, RoPE only, trained.
     sources[1:1] = [extended(sources[0], *_extension(text)) for text in args.extend]
-    seen: dict[str, int] = {}
+    taken: set[str] = set()
     for source in sources:
-        seen[source.name] = seen.get(source.name, 0) + 1
-        if seen[source.name] > 1:
-            source.name = f"{source.name} ({seen[source.name]})"
+        more = (f"{source.name} ({n})" for n in itertools.count(2))
+        source.name = next(name for name in itertools.chain([source.name], more) if name not in taken)
+        taken.add(source.name)
     return sources
+
+
+def _name_by_folders(sources: list[Source]) -> None:
+    """checkpoint-100 of two runs is called run-a/checkpoint-100 and run-b/checkpoint-100."""
+    parts = {source.path: Path(source.path).resolve().parts for source in sources}
+    for source in sources:
+        own, others = parts[source.path], [each for each in parts.values() if each != parts[source.path]]
+        for n in range(1, len(own)):
+            source.name = "/".join(own[-n:])
+            if all(each[-n:] != own[-n:] for each in others):
+                break
 
 
 def _windows(args: argparse.Namespace, sources: list[Source]) -> tuple[int | None, int | None]:
@@ -277,6 +295,8 @@ def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
             raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={models[-1]}")
         if path not in models:
             raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
+        if name in names.values():
+            raise PoSEError(f"--label {label}: {name} is another model's name already; give each a name of its own")
         if path in names:
             raise PoSEError(f"--label {label}: {path} is called {names[path]} already; give one name to a model")
         names[path] = name
@@ -286,13 +306,14 @@ def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
 def _extension(text: str) -> tuple[int, dict[str, Any]]:
     """(2048, {"type": "linear"}) for `target_length=2048,rope=linear`; further keys are those of `rope:`."""
     values = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    target = values.pop("target_length", "")
-    if not target.isdigit():
-        raise PoSEError(f"--extend {text} needs target_length, e.g. target_length=32768,rope=yarn")
+    try:
+        target = _tokens(values.pop("target_length", "").lower())
+    except ValueError:
+        raise PoSEError(f"--extend {text} needs target_length in tokens, e.g. target_length=32k,rope=yarn") from None
     rope: dict[str, Any] = {"type": values.pop("rope", "yarn")}
     for key, value in values.items():
         try:
             rope[key] = int(value) if value.isdigit() else float(value)
         except ValueError:
             rope[key] = value
-    return int(target), rope
+    return target, rope

@@ -12,6 +12,11 @@ from typing import Any
 from pose_plugin.errors import PoSEError
 
 FILE = "finished.jsonl"
+COUNTED = (
+    "config.json", "adapter_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+"""Files of a model folder beside weights and `tokenizer*` that change what a model answers."""
 
 
 class Finished:
@@ -20,11 +25,15 @@ class Finished:
     Args:
         folder: the output folder.
         fresh: forget what is there.
+
+    Attributes:
+        versions: of pose_plugin, that the results were measured with.
     """
 
     def __init__(self, folder: Path, fresh: bool = False) -> None:
         self.file, self._fresh = folder / FILE, fresh
         self._found: dict[str, Any] = {}
+        self.versions: set[str] = set()
         if self.file.exists() and not fresh:
             with writing(folder):
                 text = self.file.read_text(encoding="utf-8", errors="replace")
@@ -32,6 +41,7 @@ class Finished:
                 try:
                     row = json.loads(line)
                     self._found[row["key"]] = row["result"]
+                    self.versions.add(str(row.get("version", "an early version")))
                 except (ValueError, KeyError, TypeError):
                     # The line that was being written when the power went.
                     continue
@@ -55,7 +65,7 @@ class Finished:
     def put(self, result: Any, **what: Any) -> None:
         """Keeps a result; it is on disk when this returns."""
         self._found[key(what)] = result
-        readable = {name: what.get(name) for name in ("name", "task", "length")}
+        readable = {name: what.get(name) for name in ("name", "task", "length", "version")}
         row = json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False).encode()
         # The line break stands before the row: a torn last line never swallows this one, and nothing has to be read
         # that another run into this folder may just be writing. One write, so that rows do not run into each other.
@@ -91,10 +101,24 @@ def digest(text: str) -> str:
 
 
 def weights_of(path: str) -> list[Any]:
-    """What tells one state of a model folder from another without reading its weights; a hub name stands for itself."""
+    """What tells one state of a model folder from another without reading it: weights, config and tokenizer by name,
+    size and date; a hub name stands for itself."""
     folder = Path(path)
     if not folder.is_dir():
         return [path]
-    files = [f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin", ".json") and f.is_file()]
-    kept = sorted(f for f in files if f.suffix != ".json" or f.name in ("config.json", "adapter_config.json"))
-    return [str(folder.resolve()), *([f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in kept)]
+    return [str(folder.resolve()), *(_state(file, file.name) for file in sorted(folder.iterdir()) if _counts(file))]
+
+
+def state_of(folder: Path) -> list[Any]:
+    """Every file below a folder by name, size and date, but what Python leaves there."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+    return [str(folder.resolve()), *(_state(file, file.relative_to(folder).as_posix()) for file in files)]
+
+
+def _counts(file: Path) -> bool:
+    named = file.suffix in (".safetensors", ".bin", ".model") or file.name in COUNTED
+    return (named or file.name.startswith("tokenizer")) and file.is_file()
+
+
+def _state(file: Path, name: str) -> list[Any]:
+    return [name, file.stat().st_size, file.stat().st_mtime_ns]

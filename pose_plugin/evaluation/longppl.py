@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating
 from pose_plugin.evaluation.memory import Fit, fitting, in_batches
-from pose_plugin.evaluation.perplexity import tokenised
+from pose_plugin.evaluation.perplexity import token_ids, tokenised
 from pose_plugin.evaluation.token_loss import TokenLoss
 
 ALPHA, BETA = 2.0, -2.0
@@ -232,7 +232,7 @@ def require_same_tokens(evaluator: Any, tokenizer: Any, texts: Sequence[str], na
     Raises:
         PoSEError: they do not.
     """
-    if any(tokenised(evaluator, [text], [3])[:2] != tokenised(tokenizer, [text], [3])[:2] for text in texts):
+    if token_ids(evaluator, texts) != token_ids(tokenizer, texts):
         raise PoSEError(
             f"longppl: {other} and the evaluator {name} have different tokenizers, so a key token of one is none of "
             "the other; give an evaluator with the same tokenizer, or leave longppl out"

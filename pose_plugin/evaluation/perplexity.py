@@ -282,6 +282,12 @@ def _pick(windows: list[_Window], most: int | None) -> list[_Window]:
     return [windows[round(i * (len(windows) - 1) / (most - 1))] for i in range(most)]
 
 
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """The ids that stand before every text, and those of each text, however short."""
+    tokenizer = plain_tokenizer(tokenizer)
+    return leading_ids(tokenizer), [_token_ids(tokenizer, text) for text in texts]
+
+
 def _token_ids(tokenizer: Any, text: str | Sequence[int]) -> list[int]:
     if not isinstance(text, str):
         return list(text)

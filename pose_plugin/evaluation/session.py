@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pose_plugin import __version__
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of
 from pose_plugin.evaluation.cost import duration, estimates
@@ -79,13 +80,13 @@ class Session:
         model, self._asked = None, True
         for n in longppl_lengths(self.plan):
             what = self._what(evaluator, "keys", n)
-            kept = self.finished.get(**what)
+            kept = _readable(_keys, self.finished.get(**what))
             if kept is None:
                 if model is None:
                     print(f"key tokens by {evaluator.name}", flush=True)
                     model = load(evaluator, self.dtype, self.device)
                 try:
-                    kept = asdict(find_keys(model, evaluator, self.plan, n))
+                    kept = find_keys(model, evaluator, self.plan, n)
                 except Exception as error:
                     why = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
                     self._leave_out(None, "longppl", n, why)
@@ -93,8 +94,8 @@ class Session:
                         # Longer ones need more.
                         break
                     continue
-                self.finished.put(kept, **what)
-            self.plan.keys[n] = KeyTokens(**{**kept, "positions": tuple(map(tuple, kept["positions"]))})
+                self.finished.put(asdict(kept), **what)
+            self.plan.keys[n] = kept
 
     def results(self, source: Source) -> Iterator[ModelResult]:
         """The model's row, again after each task, and fuller each time."""
@@ -116,9 +117,9 @@ class Session:
         for name in self.tasks:
             task, parts = TASKS[name], []
             for n in self._pieces(name):
-                kept = self.finished.get(**self._what(source, name, n))
+                kept = self._kept(source, name, n)
                 if kept is not None:
-                    parts.append(task.result.from_dict(kept))
+                    parts.append(kept)
                     continue
                 if model is None:
                     continue
@@ -171,12 +172,10 @@ class Session:
         return [n for n in pieces if n in self.plan.keys] if name == "longppl" and self._asked else pieces
 
     def _missing(self, source: Source) -> list[tuple[str, int]]:
-        return [
-            (name, n)
-            for name in self.tasks
-            for n in self._pieces(name)
-            if self.finished.get(**self._what(source, name, n)) is None
-        ]
+        return [(name, n) for name in self.tasks for n in self._pieces(name) if self._kept(source, name, n) is None]
+
+    def _kept(self, source: Source, name: str, n: int) -> Any | None:
+        return _readable(TASKS[name].result.from_dict, self.finished.get(**self._what(source, name, n)))
 
     def _what(self, source: Source, task: str, length: int) -> dict[str, Any]:
         depends = TASKS["longppl" if task == "keys" else task].depends(self.plan)
@@ -191,6 +190,8 @@ class Session:
             "weights": [weights_of(source.base), weights_of(source.path)],
             "config": source.config.to_dict(),
             "dtype": self.dtype,
+            # Another version may ask otherwise.
+            "version": __version__,
             **depends,
         }
 
@@ -212,6 +213,18 @@ class Session:
         lines = [f"  {estimate.line()}" for estimate in found]
         lines += [f"  {work.task:<11} by lm-eval, not estimated" for work in works if not work.sequences]
         return "\n".join([*lines, f"  together about {duration(sum(seconds))}"])
+
+
+def _keys(data: dict[str, Any]) -> KeyTokens:
+    return KeyTokens(**{**data, "positions": tuple(map(tuple, data["positions"]))})
+
+
+def _readable(read: Callable[[Any], Any], kept: Any | None) -> Any | None:
+    """What was kept, or None where that is nothing which can be read: it is measured anew."""
+    try:
+        return None if kept is None else read(kept)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return None
 
 
 def _foreseen(error: Exception, source: Source, n: int) -> PoSEError:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.cost import Work
-from pose_plugin.evaluation.finished import digest
+from pose_plugin.evaluation.finished import digest, state_of
 from pose_plugin.evaluation.gap import TOKENS, GapResult, gap_probe
-from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness
+from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness, version
 from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
 from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
 from pose_plugin.evaluation.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
-from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
+from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, token_ids, tokenised
 from pose_plugin.evaluation.retrieval import RetrievalResult
 from pose_plugin.evaluation.topics import topic_prompts, topics
 
@@ -66,7 +67,7 @@ class Plan:
 
     def tokens(self, source: Source) -> str:
         """The same for tokenizers that make the same tokens of the texts; "" without texts."""
-        return digest(str(tokenised(source.tokenizer, self.texts, [3])[:2])) if self.texts else ""
+        return digest(str(token_ids(source.tokenizer, self.texts))) if self.texts else ""
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,8 @@ TASKS: dict[str, Task] = {
         run=_harness,
         work=lambda source, plan, _: Work("harness", max(plan.lengths), 0),
         depends=lambda plan: {
-            "tasks": plan.harness_tasks, "limit": plan.harness_limit, "lengths": plan.lengths, "seed": plan.seed
+            "tasks": plan.harness_tasks, "limit": plan.harness_limit, "lengths": plan.lengths, "seed": plan.seed,
+            "path": plan.harness_path and state_of(Path(plan.harness_path)), "lm_eval": version(),
         },
         result=HarnessResult,
     ),

@@ -1,0 +1,225 @@
+"""A result on disk is used for exactly what it was measured with, whoever wrote it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pose_plugin import cli
+from pose_plugin.errors import PoSEError
+from pose_plugin.evaluation import command, session, tasks
+from pose_plugin.evaluation.finished import FILE, key
+from pose_plugin.evaluation.loading import describe, extended
+from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
+from pose_plugin.evaluation.session import Session
+from pose_plugin.evaluation.tasks import Plan
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+ALL = (*tasks.TASKS, "keys")
+PROMPTS, TEXTS = {"passkey", "needle", "topics"}, {"perplexity", "longppl", "gap", "short", "keys"}
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer, make_llama):
+    make_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def key_tokens(*positions):
+    return {400: KeyTokens("judge", 400, 100, 2.0, -2.0, (positions,))}
+
+
+@pytest.fixture
+def keys(folder, tmp_path, monkeypatch):
+    """The key of every task, by what is asked for."""
+    monkeypatch.setattr(tasks, "version", lambda: "0.4.11")
+    (tmp_path / "own" / "deeper").mkdir(parents=True)
+    (tmp_path / "own" / "deeper" / "a.yaml").write_text("task: a")
+
+    described = describe(str(folder))
+
+    def of(source=described, dtype="auto", length=200, **changes):
+        asked = {"lengths": [200, 400], "texts": [TEXT], "keys": key_tokens(300), "harness_path": str(tmp_path / "own")}
+        run = Session(Plan(**{**asked, **changes}), [], tmp_path / "out", dtype, None)
+        found = {task: key(run._what(source, task, length)) for task in ALL}
+        assert len(set(found.values())) == len(ALL)
+        return found
+
+    return of
+
+
+def changed(one, other):
+    return {task for task in ALL if one[task] != other[task]}
+
+
+def test_each_option_counts_where_it_matters_and_only_there(keys):
+    base = keys()
+    table = [
+        ({"trials": 7}, PROMPTS),
+        ({"seed": 7}, PROMPTS | {"harness"}),
+        ({"depths": [0.5]}, PROMPTS),
+        ({"filler": "one"}, PROMPTS),
+        ({"texts": [TEXT.replace("quick", "slick")]}, TEXTS),
+        ({"texts": [TEXT, TEXT]}, TEXTS),
+        ({"max_tokens": 500}, TEXTS),
+        ({"stride": 9}, {"perplexity"}),
+        ({"max_windows": 9}, {"perplexity", "gap", "short"}),
+        ({"lengths": [200, 500]}, {"perplexity", "gap", "harness"}),
+        ({"kinds": ("kv",)}, {"needle"}),
+        ({"short_context": 99}, {"longppl", "keys"}),
+        ({"short_length": 99}, {"short"}),
+        ({"keys": key_tokens(301)}, {"longppl"}),
+        ({"evaluator": "another"}, {"longppl"}),
+        ({"harness_tasks": ("ruler",)}, {"harness"}),
+        ({"harness_limit": 3}, {"harness"}),
+        ({"harness_path": None}, {"harness"}),
+        ({"batch_size": 2, "progress": False}, set()),
+        ({"dtype": "bfloat16"}, set(ALL)),
+        ({"length": 300}, {*ALL} - {"short"}),  # which has a length of its own
+    ]
+    for changes, expected in table:
+        assert changed(base, keys(**changes)) == expected, changes
+    assert changed(keys(filler="one"), keys(filler="two")) == PROMPTS
+    assert changed(base, keys()) == set()
+
+
+def touch(file):
+    """Another content of the same size, some time later."""
+    content = file.read_bytes() if file.exists() else b""
+    file.write_bytes(content[::-1])
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 10**9))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("model.safetensors", True),
+        ("pytorch_model.bin", True),
+        ("tokenizer.json", True),
+        ("tokenizer.model", True),
+        ("tokenizer_config.json", True),
+        ("generation_config.json", True),
+        ("adapter_config.json", True),
+        ("README.md", False),
+        ("pose.json", False),
+    ],
+)
+def test_each_file_of_a_model_counts(folder, name, counts, keys):
+    source = describe(str(folder))
+    base = keys(source)
+    touch(folder / name)
+    assert changed(base, keys(source)) == (set(ALL) if counts else set())
+
+
+def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
+    source = describe(str(folder))
+    base = keys(source)
+    # A name is for readers.
+    assert changed(base, keys(describe(str(folder), "another name"))) == set()
+    assert changed(base, keys(extended(source, 1024, {"type": "linear"}))) == set(ALL)
+    # The same files elsewhere are another model; with the base of an adapter it is the same.
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    assert changed(base, keys(describe(str(other)))) == set(ALL)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    adapter = describe(str(tmp_path / "adapter"))
+    trained = keys(adapter)
+    assert changed(base, trained) == set(ALL)
+    touch(folder / "model.safetensors")
+    assert changed(trained, keys(adapter)) == set(ALL)
+    touch(tmp_path / "own" / "deeper" / "a.yaml")
+    again = keys(source)
+    monkeypatch.setattr(tasks, "version", lambda: "0.4.12")
+    newer = keys(source)
+    assert changed(again, newer) == {"harness"}
+    (tmp_path / "own" / "__pycache__").mkdir()
+    (tmp_path / "own" / "__pycache__" / "a.pyc").write_bytes(b"1")
+    assert changed(newer, keys(source)) == set()
+    touch(tmp_path / "own" / "deeper" / "a.yaml")
+    assert changed(newer, keys(source)) == {"harness"}
+    monkeypatch.setattr(session, "__version__", "9")
+    assert changed(again, keys(source)) == set(ALL)
+
+
+def test_a_hub_name_stands_for_itself(keys, folder):
+    source = describe(str(folder))
+    one, other = ((setattr(source, "base", name), setattr(source, "path", name), keys(source))[2] for name in "ab")
+    assert changed(one, other) == set(ALL)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(*arguments):
+    return cli.main(["evaluate", *map(str, arguments), "--quiet", "--no-figures"])
+
+
+def rows(output):
+    return [json.loads(line) for line in (output / FILE).read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_results_that_nobody_can_read_are_measured_anew(folder, tmp_path, capsys, monkeypatch):
+    """Rows of a hand, another program or another version: no traceback, and the readable ones are not measured."""
+    (tmp_path / "t.txt").write_text(TEXT)
+    out = tmp_path / "out"
+    arguments = [folder, "--lengths", "200,220", "--trials", 1, "--tasks", "passkey,perplexity,gap", "--texts",
+                 tmp_path / "t.txt", "--max-windows", 1, "--output", out]  # fmt: skip
+    assert evaluate(*arguments) == 0
+    whole, first = rows(out), (out / "results.json").read_text(encoding="utf-8")
+    assert {row["version"] for row in whole} == {command.__version__} and len(whole) == 5
+    damages = [
+        lambda r: {**r, "result": [1]},
+        lambda r: {**r, "result": "x"},
+        lambda r: {**r, "result": {}},
+        lambda r: {**r, "result": {**r["result"], "by_length": {"n": 1}, "trials": [{"new": 1}]}},
+        lambda r: {**r, "key": None},
+        lambda r: [r],
+    ]
+    for damage in damages:
+        (out / "results.json").write_text("{ broken")
+        (out / FILE).write_text("".join("\n" + json.dumps(each) for each in [*map(damage, whole[:-1]), whole[-1]]))
+        assert evaluate(*arguments) == 0
+        assert len(rows(out)) == 9 and (out / "results.json").read_text(encoding="utf-8") == first
+    capsys.readouterr()
+    monkeypatch.setattr(session, "__version__", "9.0")
+    monkeypatch.setattr(command, "__version__", "9.0")
+    assert evaluate(*arguments) == 0 and len(rows(out)) == 14
+    told = f"{out} holds results of pose_plugin {whole[0]['version']} too; they are kept there and not used"
+    assert told in capsys.readouterr().out
+
+
+def sources(*arguments):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command._sources(parser.parse_args([*map(str, arguments), "--lengths", "200", "--output", "x"]))
+
+
+def test_models_of_one_name_are_told_apart(folder, tmp_path):
+    models = [tmp_path / run / "step-100" for run in ("a", "b")]
+    for model in models:
+        shutil.copytree(folder, model)
+    names = lambda *arguments: [source.name for source in sources(*arguments)]  # noqa: E731
+    assert names(*models, folder) == ["a/step-100", "b/step-100", "base"]
+    assert names(models[0], folder) == ["step-100", "base"]
+    assert names(models[0], models[0]) == ["step-100", "step-100 (2)"]
+    assert names(*models, "--label", f"new={models[0]}") == ["new", "step-100"]
+    twice = [models[0], models[0], folder, "--label", f"step-100 (2)={folder}"]
+    assert names(*twice) == ["step-100", "step-100 (2)", "step-100 (2) (2)"]
+    stretch = ["--extend", "target_length=1k,rope=linear"] * 2
+    first = "a/step-100 + linear (RoPE only)"
+    assert names(*models, *stretch) == ["a/step-100", first, f"{first} (2)", "b/step-100"]
+    assert sources(folder, *stretch)[1].maximum == 1024
+    with pytest.raises(PoSEError, match=r"--label x=.*b/step-100: x is another model's name already"):
+        names(*models, "--label", f"x={models[0]}", "--label", f"x={models[1]}")
+
+
+def test_a_text_of_a_word_does_not_hide_what_other_tokenizers_make(tokenizers_by_name):
+    one, other = (tokenizers_by_name[name] for name in ("single digits", "joined digits"))
+    require_same_tokens(one, one, ["A", TEXT], "judge", "base")
+    with pytest.raises(PoSEError, match="base and the evaluator judge have different tokenizers"):
+        require_same_tokens(one, other, ["A", "of 12345"], "judge", "base")
