@@ -13,6 +13,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.forked import LIMIT
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 FIGURES = FOLDER.parent / "docs" / "figures"
 # By the name of their results. A script called coverage.py would hide the package of that name.
@@ -47,7 +49,7 @@ def quick(tmp_path_factory):
                 "--output",
                 str(folder),
             ]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
             assert ran.returncode == 0, ran.stderr
             done[name] = json.loads((folder / f"{name}.json").read_text()), ran.stdout, folder
         return done[name]

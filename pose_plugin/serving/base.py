@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def write_whole(file: Path, text: str) -> None:
     part = file.with_name(f"_{file.name}.{uuid.uuid4().hex}.part")
     try:
         part.write_text(text, encoding="utf-8", newline="")
-        if file.exists():
+        # Where there is none, or another process has just taken it away, or the disk knows no modes.
+        with suppress(OSError):
             shutil.copymode(file, part)
         os.replace(part, file)
     except BaseException:

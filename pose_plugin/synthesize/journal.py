@@ -103,8 +103,11 @@ def _lock(file: Any, path: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise PoSEError(
             f"--output {path.parent} is being written by another run; wait for it, or name another folder"
         ) from None
+    except OSError as error:
+        # Some disks of clusters have no locks.
+        log.warning(f"--output {path.parent} cannot be locked ({error}): start no second run into it")

@@ -17,6 +17,7 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.plan import keys
 from pose_plugin.plan.inputs import from_yaml
 from pose_plugin.plan.keys import known_keys, unknown_keys
+from tests.forked import LIMIT
 from tests.plan.test_plan import EXAMPLES, ROOT, base, values  # noqa: F401 - base is a fixture
 
 AXOLOTL = importlib.util.find_spec("axolotl") is not None
@@ -103,7 +104,7 @@ def test_the_command_warns_and_imports_no_schema(base, tmp_path, capsys):  # noq
         "import sys; from pose_plugin.plan.keys import known_keys; known_keys(); "
         "sys.exit(int('torch' in sys.modules or any(name.startswith('axolotl.') for name in sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=LIMIT).returncode == 0
 
 
 def test_a_plugin_that_is_not_named(base, tmp_path):  # noqa: F811

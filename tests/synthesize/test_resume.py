@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -113,6 +114,18 @@ def test_two_runs_in_one_folder(place, tmp_path, capsys):
         assert "is being written by another run" in capsys.readouterr().err
         assert server.log == []
     journal.close()
+
+
+def test_a_disk_without_locks(one_book, tmp_path, capsys, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Server() as server:
+        assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi")) == 0
+    assert "cannot be locked" in capsys.readouterr().err and len(lines(tmp_path / "train.jsonl")) == 1
 
 
 def test_damaged_lines_are_asked_for_again(one_book, tmp_path, capsys):
