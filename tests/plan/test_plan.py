@@ -15,6 +15,7 @@ from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
 from pose_plugin.plan.inputs import from_values, from_yaml
 from pose_plugin.plan.training import as_dict, make_plan
+from tests.forked import LIMIT
 from tests.plan.test_architecture import LLAMA3_8B
 
 ROOT = Path(__file__).parent.parent.parent
@@ -308,7 +309,7 @@ def test_the_package_imports_no_torch():
         "import sys, pose_plugin.plan.command, pose_plugin.plan.figure, pose_plugin.plan.report; "
         "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
