@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
     extended = extend_context(values, target_length, rope, **settings)
     there = path / "config.json"
     # Every rank of a script comes here, perhaps at once: another's config.json is there first, and whole.
-    others = [each for each in path.iterdir() if not each.name.startswith("_config.json.")] if path.exists() else []
+    others = [each for each in path.iterdir() if not each.match("_*.part")] if path.exists() else []
     if path.resolve() == source.resolve() or (
         others and RECORD_KEY not in (there.read_text(encoding="utf-8") if there.exists() else "")
     ):
@@ -64,7 +65,12 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
             except FileExistsError:
                 continue
             except OSError:
-                shutil.copy2(file, target)
+                # No links here. Another rank may be loading a copy already, so none is written over.
+                if target.exists():
+                    continue
+                part = path / f"_{file.name}.{uuid.uuid4().hex}.part"
+                shutil.copy2(file, part)
+                os.replace(part, target)
     return str(path)
 
 

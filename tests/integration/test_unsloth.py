@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,27 @@ def test_every_rank_may_ask_for_the_same_folder(base, tmp_path, late):
 
     wanted = sorted(os.listdir(base))
     assert [one.value for one in good_ranks(case)] == [wanted, wanted]
+
+
+def test_where_no_links_are_possible_a_copy_is_there_whole(base, tmp_path, monkeypatch):
+    """Another rank is faster and loads its copy of the weights, which stays whole while this one's is written."""
+    loaded, weights, copy = tmp_path / "extended" / "model.safetensors", base / "model.safetensors", shutil.copy2
+
+    def refuse(*names):
+        raise PermissionError("no links on this file system")
+
+    def slow(source, target):
+        if source == weights:
+            copy(weights, loaded)
+            Path(target).write_bytes(b"half")
+            assert loaded.read_bytes() == weights.read_bytes()
+        return copy(source, target)
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(shutil, "copy2", slow)
+    folder = extended_base(base, tmp_path / "extended", target_length=TARGET)
+    assert loaded.read_bytes() == weights.read_bytes()
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(base))
 
 
 @pytest.mark.parametrize("where", ["base", "other"])
