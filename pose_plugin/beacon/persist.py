@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def _write(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
             # safetensors gives a file of its own this name, for its owner alone.
             mode = (file if os.path.exists(file) else part).stat().st_mode & 0o777
             save_file(tensors, str(part), metadata=metadata)
-            part.chmod(mode)
+            with suppress(OSError):  # a disk that knows no modes
+                part.chmod(mode)
             os.replace(part, file)
         except BaseException:
             part.unlink(missing_ok=True)

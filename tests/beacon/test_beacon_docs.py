@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import LIMIT
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "beacon.md").read_text(encoding="utf-8")
 SCRIPTS = {"beacon_cost": "beacon", "beacon_learning": "beacon_learning"}
@@ -59,7 +61,7 @@ def test_every_table_of_numbers_is_a_result():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_quick_run_has_the_committed_form(name, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{SCRIPTS[name]}.py"), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result.keys() == committed(name).keys()
