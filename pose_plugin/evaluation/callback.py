@@ -17,6 +17,7 @@ from pose_plugin.evaluation._model import device_of, innermost
 from pose_plugin.evaluation.by_length import ByLength
 from pose_plugin.evaluation.finished import digest
 from pose_plugin.evaluation.in_step import InStep, in_step, require_same_plan
+from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import require_room
 from pose_plugin.evaluation.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
 from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
@@ -56,8 +57,9 @@ class EvaluationCallback(TrainerCallback):
         more_results: (step, {name: result}) of each measurement.
 
     Raises:
-        PoSEError: nothing to measure, perplexity without texts, every < 1; before the first step also prompts or
-            texts that do not fit, no tokenizer, FSDP 1, and ranks with divided weights that would measure unlike.
+        PoSEError: nothing to measure, perplexity without texts, lengths or `every` that are no whole numbers, an option
+            of another name; before the first step also prompts or texts that do not fit, no tokenizer, FSDP 1, and
+            ranks with divided weights that would measure unlike.
 
     Example:
         >>> trainer.add_callback(EvaluationCallback(passkey_lengths=[2048, 8192, 32768], every=100))
@@ -68,7 +70,7 @@ class EvaluationCallback(TrainerCallback):
         tokenizer: Any = None,
         passkey_lengths: Sequence[int] = (),
         perplexity_lengths: Sequence[int] = (),
-        texts: Sequence[str] | None = None,
+        texts: str | Sequence[str] | None = None,
         every: int | None = None,
         at_start: bool = False,
         at_end: bool = True,
@@ -77,12 +79,17 @@ class EvaluationCallback(TrainerCallback):
         more: dict[str, Callable[[Any, Any], Any]] | None = None,
         check: Callable[[Any, Any], None] | None = None,
     ) -> None:
+        texts = [texts] if isinstance(texts, str) else texts
+        whole(passkey_lengths, "passkey_lengths")
+        whole(perplexity_lengths, "perplexity_lengths")
+        _require_known("passkey_options", passkey_options, passkey)
+        _require_known("perplexity_options", perplexity_options, perplexity)
         if not passkey_lengths and not perplexity_lengths and not more:
             raise PoSEError("EvaluationCallback measures nothing: give passkey_lengths or perplexity_lengths")
         if perplexity_lengths and not texts:
             raise PoSEError(f"perplexity_lengths={list(perplexity_lengths)} needs texts to measure on")
-        if every is not None and every < 1:
-            raise PoSEError(f"every={every} must be at least 1 step; None measures at the end only")
+        if every is not None and (every < 1 or int(every) != every):
+            raise PoSEError(f"every={every} must be a whole number of steps, at least 1; None measures at the end only")
         if every is None and not at_start and not at_end:
             raise PoSEError("EvaluationCallback never measures: set every, at_start or at_end")
         self.tokenizer = tokenizer
@@ -187,6 +194,14 @@ class EvaluationCallback(TrainerCallback):
         # The texts that fill the longest length, at every length.
         used, _, left_out = tokenised(tokenizer, texts, lengths, options.get("max_tokens"), options.get("bos"))
         return replace(perplexity(model, tokenizer, used, [n], **options), left_out=left_out)
+
+
+def _require_known(name: str, options: dict[str, Any] | None, measure: Callable[..., Any]) -> None:
+    own = ("model", "tokenizer", "texts", "lengths")
+    known = [each for each in inspect.signature(measure).parameters if each not in own]
+    unknown = [each for each in options or () if each not in known]
+    if unknown:
+        raise PoSEError(f"{name} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
 
 
 def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: CallbackHandler | None) -> None:

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from pose_plugin.attention import restart_boundaries
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating
+from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import fitting, in_batches
 from pose_plugin.evaluation.perplexity import tokenised
 from pose_plugin.evaluation.token_loss import TokenLoss
@@ -90,7 +91,7 @@ def gap_probe(
     Raises:
         PoSEError: a length below `tokens`, no text of that many tokens, counts that cannot work.
     """
-    if not lengths:
+    if not whole(lengths):
         raise PoSEError("lengths is empty; give the farthest positions in tokens, e.g. lengths=[8192, 32768]")
     tokens = tokens or min(TOKENS, min(lengths))
     if tokens < 10 or min(lengths) < tokens:

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating, greedy, last_logits
 from pose_plugin.evaluation.in_step import agreed
+from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import Fit, fitting, in_batches
 from pose_plugin.evaluation.passkey_text import (
     PasskeyBuilder,
@@ -229,7 +230,7 @@ def documents(
     builder: PasskeyBuilder, lengths: Sequence[int], trials: int, depths: Sequence[float] | None, seed: int
 ) -> dict[int, list[PasskeyDocument]]:
     """The prompts of `passkey`, by length; the arguments and what is raised are the same."""
-    if not lengths:
+    if not whole(lengths):
         raise PoSEError("lengths is empty; give the prompt lengths in tokens, e.g. lengths=[2048, 4096]")
     if trials < 1:
         raise PoSEError(f"trials={trials} measures nothing; use at least 1, the papers use 50")

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating
+from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import fitting, in_batches
 from pose_plugin.evaluation.passkey_text import leading_ids, plain_tokenizer
 from pose_plugin.evaluation.token_loss import TokenLoss
@@ -166,7 +167,7 @@ def perplexity(
     Raises:
         PoSEError: no text as long as the largest length, bad stride or length, no begin-of-text token to use.
     """
-    lengths = sorted(set(lengths))
+    lengths = sorted(set(whole(lengths)))
     counts = {"stride": stride, "max_windows": max_windows, "max_tokens": max_tokens, "buckets": buckets}
     for name, value in counts.items():
         if value is not None and value < 1:

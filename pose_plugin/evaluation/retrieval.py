@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation._model import device_of, evaluating, greedy
+from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import Fit, fitting, in_batches
 from pose_plugin.evaluation.passkey_text import plain_tokenizer
 
@@ -196,7 +197,7 @@ def require_counts(lengths: Sequence[int], trials: int, depths: Sequence[float] 
     Raises:
         PoSEError: no lengths, no trials, fewer trials than depths, a depth outside 0…1.
     """
-    if not lengths:
+    if not whole(lengths):
         raise PoSEError("lengths is empty; give the prompt lengths in tokens, e.g. lengths=[2048, 4096]")
     if trials < 1:
         raise PoSEError(f"trials={trials} measures nothing; use at least 1")

@@ -40,7 +40,7 @@ def train(model, tokenizer, folder, callbacks, **changes):
 def test_metrics_reach_the_history_and_every_logger(make_llama, tokenizer, tmp_path):
     listener = Listener()
     callback = EvaluationCallback(
-        passkey_lengths=[200, 256], perplexity_lengths=[64], texts=[TEXT], every=2, at_start=True,
+        passkey_lengths=[200, 256], perplexity_lengths=[64], texts=TEXT, every=2, at_start=True,
         passkey_options={"trials": 2},
     )  # fmt: skip
     trainer = train(make_llama(), tokenizer, tmp_path, [listener, callback])
@@ -94,6 +94,19 @@ def test_training_is_the_same_with_and_without(make_llama, tokenizer, tmp_path):
         ({}, "measures nothing"),
         ({"perplexity_lengths": [64]}, r"perplexity_lengths=\[64\] needs texts"),
         ({"passkey_lengths": [200], "every": 0}, "every=0"),
+        ({"passkey_lengths": [200], "every": 2.5}, r"every=2\.5 must be a whole number of steps"),
+        ({"passkey_lengths": 8192}, "passkey_lengths=8192 must be a list of whole numbers of tokens"),
+        ({"passkey_lengths": "8k"}, "passkey_lengths='8k' must be a list"),
+        ({"passkey_lengths": [200, "8k"]}, r"passkey_lengths=\[200, '8k'\] must be a list"),
+        ({"perplexity_lengths": [64.5], "texts": [TEXT]}, r"perplexity_lengths=\[64.5\] must be a list"),
+        (
+            {"passkey_lengths": [200], "passkey_options": {"trialz": 3}},
+            "the unknown key 'trialz'; known: trials, depths",
+        ),
+        (
+            {"perplexity_lengths": [64], "texts": TEXT, "perplexity_options": {"windows": 3}},
+            "known: stride, max_windows",
+        ),
         ({"passkey_lengths": [200], "at_end": False}, "never measures"),
     ],
 )
