@@ -29,6 +29,7 @@ def test_two_steps_of_the_quick_start(tmp_path):
         capture_output=True,
         text=True,
         cwd=ROOT,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"original", "RoPE", "PoSE"} <= {line.split()[0] for line in done.stdout.splitlines() if line.strip()}

@@ -60,6 +60,8 @@ def base_yaml(folder: Path, **changes: Any) -> dict[str, Any]:
         "attn_implementation": "sdpa",
         "special_tokens": {"pad_token": "w0"},
         "dataset_num_proc": 1,
+        # Without one, Axolotl shuffles anew in every process, and two steps read a few of the rows only.
+        "seed": 42,
         **changes,
     }
     return {key: value for key, value in values.items() if value is not None}

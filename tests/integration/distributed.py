@@ -7,7 +7,10 @@ these files. What a CPU needs beside them is in `on_cpu`.
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,6 +88,17 @@ def environment(case: Case) -> dict[str, str]:
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
     names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_"))]
     return {name: found[name] for name in names} | device
+
+
+@contextmanager
+def taken_port() -> Iterator[str]:
+    """For `accelerate launch --main_process_port`: a port on which somebody listens.
+
+    Asked for any (0), the launcher looks a free one up and releases it, and it may be another's by the time that rank 0
+    listens there. Told of a taken one, it lets torchrun bind one itself.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
 
 
 def import_frameworks() -> None:
@@ -306,7 +320,6 @@ def axolotl(folder: Path, case: Case, resume: str | None = None, out: str = "out
         max_steps=4,
         save_steps=2,
         dataloader_num_workers=0,
-        seed=42,  # without one, Axolotl shuffles anew in every run
         resume_from_checkpoint=resume,
         deepspeed=str(CONFIGS / "deepspeed" / f"{case.strategy}.json") if case.strategy.startswith("zero") else None,
         **adapters[case.adapter],

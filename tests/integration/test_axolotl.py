@@ -20,7 +20,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 from pose_plugin._autoload import FORGOTTEN_LINE
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import draw_windows
-from tests.forked import CaseError, Outcome, forked
+from tests.forked import LIMIT, CaseError, Outcome, forked
 from tests.integration.axolotl_runs import (
     LORA,
     PROBE_POSITIONS,
@@ -400,7 +400,7 @@ def test_saved_folders_reload_without_the_plugin(runs):
         [sys.executable, "-c", RELOAD, request],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
         cwd=runs.home,
         # Otherwise torch would ask for the plugin itself.
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},

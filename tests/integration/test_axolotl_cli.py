@@ -15,6 +15,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 import yaml
 
+from tests.forked import LIMIT
 from tests.integration.axolotl_runs import LORA, base_yaml
 
 pytestmark = pytest.mark.axolotl
@@ -54,7 +55,7 @@ def command(home: Path, *parts: str, **environment: str) -> subprocess.Completed
         [str(BIN / parts[0]), *parts[1:]],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=LIMIT,
         cwd=home,
         env={**os.environ, "PYTHONPATH": paths, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environment},
     )

@@ -306,12 +306,14 @@ def test_the_launcher_and_the_example(tmp_path):
     script = root / "example_configs" / "beacon" / "trl_beacon.py"
     rows = [{"text": f"Line {at} of a text. " * 20} for at in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(distributed.CONFIGS / "accelerate" / "ddp.yaml"), "--mixed_precision", "no"]
-    command += [str(script), "--data", str(tmp_path / "rows.jsonl")]
-    command += ["--steps", "2", "--batch-size", "1", "--output", str(tmp_path / "out")]
+    arguments = ["--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]
+    arguments += ["--steps", "2", "--batch-size", "1"]
     variables = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=root, env=variables)
+    with distributed.taken_port() as port:
+        command += ["--main_process_port", port, str(script), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=root, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("saved to ") == 2  # each rank says it
     assert (done.stdout + done.stderr).count("the first step that condensed left a gradient") == 1

@@ -339,21 +339,22 @@ def test_the_launcher_and_the_example(tmp_path):
     row = {"input_ids": list(range(2, 202)), "attention_mask": [1] * 200, "labels": list(range(2, 202))}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
     config = distributed.CONFIGS / "accelerate" / "zero3.yaml"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
-            *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"),
-            # On a GPU: example_configs/trl/sft.py, without what a CPU needs.
-            *("-m", "tests.integration.distributed", "zero3", str(distributed.CONFIGS / "trl" / "sft.py")),
-            *("--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"), "--lora"),
-            *("--steps", "2", "--batch-size", "1", "--target-length", "512"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=distributed.ROOT,
-        env={**os.environ, "PYTHONPATH": str(distributed.ROOT), "TRANSFORMERS_VERBOSITY": "info"},
-    )
+    with distributed.taken_port() as port:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
+                *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", port),
+                # On a GPU: example_configs/trl/sft.py, without what a CPU needs.
+                *("-m", "tests.integration.distributed", "zero3", str(distributed.CONFIGS / "trl" / "sft.py")),
+                *("--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"), "--lora"),
+                *("--steps", "2", "--batch-size", "1", "--target-length", "512"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            cwd=distributed.ROOT,
+            env={**os.environ, "PYTHONPATH": str(distributed.ROOT), "TRANSFORMERS_VERBOSITY": "info"},
+        )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     assert "Detected DeepSpeed ZeRO-3: activating zero.init()" in output

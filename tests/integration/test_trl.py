@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.forked import CaseError, forked
-from tests.integration import trl_runs
+from tests.forked import LIMIT, CaseError, forked
+from tests.integration import distributed, trl_runs
 from tests.integration.trl_runs import ROWS, STEPS, TARGET, WINDOW
 
 ROOT = Path(__file__).parents[2]
@@ -320,7 +320,7 @@ def test_saved_folders_load_without_this_package(outcome):
     # The package's entry point in torch is absent where the package is.
     environment = {**quiet(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=LIMIT, env=environment
     )
     assert "RESULT" in done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT")[1])
@@ -348,7 +348,7 @@ def test_two_processes_share_the_positions_of_one(outcome, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
         env=quiet(),
         cwd=ROOT,
     )
@@ -381,20 +381,21 @@ LAUNCHERS = {
     "python": [sys.executable],
     "accelerate": [
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "example_configs/accelerate/ddp.yaml"),
-        *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"),
+        *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "PORT"),
     ],
 }
 
 
 @pytest.mark.parametrize("launcher, extra", [("python", ["--evaluate", "--trials", "2"]), ("accelerate", ["--lora"])])
 def test_the_example(example_data, tmp_path, launcher, extra):
-    command = [
-        *LAUNCHERS[launcher],
-        str(ROOT / "example_configs/trl/sft.py"),
-        *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
-        *("--target-length", "512", *extra),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=quiet(), cwd=ROOT)
+    with distributed.taken_port() as port:
+        command = [
+            *(port if word == "PORT" else word for word in LAUNCHERS[launcher]),
+            str(ROOT / "example_configs/trl/sft.py"),
+            *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
+            *("--target-length", "512", *extra),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=quiet(), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     output = done.stdout + done.stderr
     assert output.count("this process drew") == (2 if launcher == "accelerate" else 1)
