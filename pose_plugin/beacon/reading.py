@@ -97,6 +97,9 @@ class Reading:
 
     # Reading.
 
+    # Each interval and each text has a layout of its own, and tracing this loop would make a graph for each. Layers
+    # that were compiled by themselves still run compiled.
+    @torch.compiler.disable
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -1,4 +1,4 @@
-"""A vocabulary that grows, and other adapters: either it is right, or it is refused before anything changes."""
+"""A vocabulary that grows, other adapters, torch.compile: it is right, or it is refused before anything changes."""
 
 from __future__ import annotations
 
@@ -162,3 +162,22 @@ def test_an_adapter_for_each_row():
     for read in (model, model.generate):
         with pytest.raises(PoSEError, match=r"adapter_names: \['default', 'other'\]; Beacon reads a batch with one"):
             read(ids, adapter_names=["default", "other"])
+
+
+def test_compiling_a_model_traces_no_interval():
+    """A graph for each layout would take minutes."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    ids, model = make_ids(30), make_beacon().train()
+    plain = model(ids, labels=ids, ratio=4)
+    model.compile(backend=backend)
+    compiled = model(ids, labels=ids, ratio=4)
+    assert torch.equal(compiled.logits, plain.logits) and not graphs
+    compiled.loss.backward()
+    assert model.base_model.embedding.beacon_embedding["default"].weight.grad.any()
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(ids, **how), make_beacon().generate(ids, **how)) and not graphs

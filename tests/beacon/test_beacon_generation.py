@@ -196,8 +196,8 @@ def test_reorder_and_select():
     with torch.no_grad():
         found = model(make_ids(5, rows=1, seed=9).expand(3, -1), past_key_values=cache).logits
         alone = model(make_ids(5, seed=9), past_key_values=model.condense(ids[2:])).logits
-    assert (found[0] - alone[0]).abs().max() <= 1e-5
-    assert (found[1] - found[2]).abs().max() <= 1e-5
+    assert (found[0] - alone[0]).abs().max() <= 5e-5
+    assert (found[1] - found[2]).abs().max() <= 5e-5
     assert (found[0] - found[1]).abs().max() > 1e-3
     # More rows than texts are beams, or questions: those of a text stand together.
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_reorder_and_select():
         found = model(asked, past_key_values=model.condense(ids)).logits
         for row in range(6):
             alone = model(asked[row : row + 1], past_key_values=model.condense(ids[row // 2 : row // 2 + 1])).logits
-            assert (found[row] - alone[0]).abs().max() <= 1e-5
+            assert (found[row] - alone[0]).abs().max() <= 5e-5
 
 
 def test_batch_of_equal_layout():
