@@ -84,7 +84,7 @@ class Asker:
         self._show = show
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
         self._turns = asyncio.Semaphore(settings.concurrency)
-        self._lost_in_a_row = 0
+        self._lost_in_a_row = self._refused = 0
         self._warned = False
         self.stopped: str | None = None
         self.counts = Counts()
@@ -198,6 +198,10 @@ class Asker:
         except FaultError as fault:
             return fault
         except RefusedError as error:
+            self._refused += 1
+            # It never took one: the rest would be refused as well, thousands of them.
+            if self._refused >= GONE_AFTER and not self._endpoint.answered:
+                raise StopError(f"the server refuses every request ({self._refused} so far), last: {error}") from None
             raise GivenUpError(f"refused by the server: {error}") from None
         finally:
             self._ledger.settle(reservation, *used, estimate=request.tokens if used[0] else 0)

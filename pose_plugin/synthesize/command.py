@@ -117,15 +117,16 @@ def run(args: argparse.Namespace) -> int:
 
     from pose_plugin.log import show_log
     from pose_plugin.synthesize.journal import Journal
-    from pose_plugin.synthesize.manifest import require_same
+    from pose_plugin.synthesize.manifest import JOURNAL, require_own, require_same
     from pose_plugin.synthesize.plan import Plan, describe
-    from pose_plugin.synthesize.run import JOURNAL, key_from
+    from pose_plugin.synthesize.run import key_from
     from pose_plugin.synthesize.run import run as run_items
     from pose_plugin.synthesize.select import assign, collect
 
     show_log()
     if not args.plan:
         key_from(settings)
+    require_own(settings.output)
     tokenizer = load_tokenizer(settings.tokenizer)
     if not args.accept_changes:
         require_same(settings.output, settings, tokenizer)
@@ -157,7 +158,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _report(result: Any, settings: Settings) -> int:
-    from pose_plugin.synthesize.run import ROWS
+    from pose_plugin.synthesize.manifest import ROWS
 
     print(f"rows: {result.rows} in {settings.output / ROWS}")
     for reason, count in sorted(result.dropped.items()):

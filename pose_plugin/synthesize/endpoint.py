@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ class Reply:
     model: str
 
 
+TOO_LONG = (
+    "the server takes less: lower --answer-tokens, --chunk-tokens or --request-tokens, or give it a longer context"
+)
+# What servers say of prompts and answers that are together longer than they take.
+_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
 # Seconds until a connection stands: a machine that does not exist often says nothing at all.
 CONNECT = 30.0
 
@@ -57,6 +63,7 @@ class Endpoint:
 
     Attributes:
         reached: whether anything came back, be it a refusal.
+        answered: whether an answer did.
 
     Args:
         key: of the server; it stands in no file and no message.
@@ -75,7 +82,8 @@ class Endpoint:
         self._length_name = "max_tokens"
         self._sends_temperature = True
         self._sends_limits = True
-        self._answered = False
+        self._sends_seed = True
+        self.answered = False
         self.reached = False
 
     def described(self) -> dict[str, Any]:
@@ -86,6 +94,7 @@ class Endpoint:
             "length_parameter": self._length_name,
             "temperature_sent": self._sends_temperature,
             "limits_sent": self._sends_limits,
+            "seed_sent": self._sends_seed,
         }
 
     async def close(self) -> None:
@@ -104,22 +113,24 @@ class Endpoint:
             values: dict[str, Any] = {self._length_name: answer_tokens}
             if self._sends_temperature:
                 values["temperature"] = temperature
+            if self._sends_seed:
+                values["seed"] = seed
             if self.answer_format != "text":
                 values["response_format"] = _response_format(self.answer_format, form, self._sends_limits)
             try:
                 messages: Any = [{"role": "user", "content": text}]
-                sent = self._client.chat.completions.create(model=model, messages=messages, seed=seed, **values)
+                sent = self._client.chat.completions.create(model=model, messages=messages, **values)
                 # The client's own limit is on silence: a server that drips would hold us for ever.
                 reply = await asyncio.wait_for(sent, self._timeout)
             except Exception as error:
                 if not self._learn(error, used):
                     raise self._translated(error) from None
             else:
-                self._answered = self.reached = True
+                self.answered = self.reached = True
                 return _reply(reply)
 
     def _found(self) -> tuple[object, ...]:
-        return self.answer_format, self._length_name, self._sends_temperature, self._sends_limits
+        return self.answer_format, self._length_name, self._sends_temperature, self._sends_limits, self._sends_seed
 
     def _learn(self, error: Exception, used: tuple[object, ...]) -> bool:
         """Whether the request may be sent again without what the server refused."""
@@ -132,6 +143,8 @@ class Endpoint:
             self._length_name = "max_completion_tokens"
         elif "temperature" in said and self._sends_temperature:
             self._sends_temperature = False
+        elif re.search(r"\bseed\b", said) and self._sends_seed:
+            self._sends_seed = False
         elif "maxitems" in said and self._sends_limits:
             self._sends_limits = False
         elif any(word in said for word in ("response_format", "json_schema", "json_object", "grammar", "schema")):
@@ -168,10 +181,16 @@ class Endpoint:
             return StopError(f"the server wants money first ({said})")
         if status in (408, 409, 425, 429) or status >= 500:
             return FaultError(said, retry_after(error.response.headers))
-        if status in (401, 403, 404) and not self._answered:
-            ways = {401: "check the key", 403: "check the key", 404: "check --model and --base-url"}
-            return StopError(f"the server refuses every request ({said}); {ways[status]}")
-        return RefusedError(said)
+        # A 403 may be meant for one text; a key that is refused stays so, also where it was good before.
+        if status == 401:
+            return StopError(f"the server refuses every request ({said}); check the key")
+        if status == 404 and not self.answered:
+            return StopError(
+                f"the server refuses every request ({said}); check --model and --base-url, which mostly ends in /v1"
+            )
+        if status == 403:
+            return RefusedError(f"{said}; check the key, unless it is the text that is not wanted there")
+        return RefusedError(f"{said}; {TOO_LONG}" if status == 413 or _LONG.search(said) else said)
 
     def _clean(self, text: str) -> str:
         """Some servers repeat the key that they refuse."""

@@ -14,6 +14,8 @@ from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.settings import Settings, option
 
+ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
+
 # What may differ from run to run of one folder: none of these changes a request.
 FREE = {
     "output", "base_url", "key_variable", "concurrency", "requests_per_minute", "tokens_per_minute", "tries", "retries",
@@ -38,15 +40,30 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Raises PoSEError where the file is damaged."""
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         found["settings"], found["prompts"]["version"]
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise PoSEError(f"{path} is damaged ({error}); move it away, answers are in journal.jsonl") from None
+        raise PoSEError(f"{path} is damaged ({error}); move it away, answers are in {JOURNAL}") from None
     return found
+
+
+def require_own(folder: Path) -> None:
+    """Rows that are not of this command are not written over.
+
+    Raises:
+        PoSEError: there are some, or the manifest is damaged.
+    """
+    if read_manifest(folder) is None and not (folder / JOURNAL).exists():
+        for name in (ROWS, SOURCES):
+            if (folder / name).exists():
+                raise PoSEError(
+                    f"--output {folder} has a {name} from elsewhere, as there is no {MANIFEST} beside it: it would be "
+                    "written over. Name another folder, or move it away"
+                )
 
 
 def require_same(folder: Path, settings: Settings, tokenizer: Any) -> None:
@@ -79,7 +96,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     """The file appears whole or not at all."""
     hidden = folder / ".manifest.json.part"
     hidden.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(hidden, folder / "manifest.json")
+    os.replace(hidden, folder / MANIFEST)
 
 
 def plain(counter: Counter[str]) -> dict[str, int]:

@@ -28,7 +28,7 @@ class Plan:
         self.rows = Counter(item.task for item in items)
         self.requests = self.input_tokens = self.usual_output = 0
         for item in items:
-            inputs = MODULES[item.task].forecast([document.tokens for document in item.documents], settings)
+            inputs = MODULES[item.task].forecast(item.documents, settings)
             self.requests += len(inputs)
             self.input_tokens += sum(inputs)
             usual = USUAL_BIOGRAPHY * len(inputs) if item.task == "biography" else USUAL_QUESTION * settings.questions

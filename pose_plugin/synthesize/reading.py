@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,23 @@ WHOLE = (".txt", ".md", ".markdown")
 ROWS = (".jsonl", ".parquet")
 
 
-def passed_over(inputs: Iterable[Path]) -> int:
+def _inside(folder: Path, own: Collection[Path]) -> list[Path]:
+    """Every file in a folder, in order of names, without hidden ones and those that this command writes."""
+    found = sorted(path for path in folder.rglob("*") if not _hidden(path.relative_to(folder)))
+    return [path for path in found if path.is_file() and path.resolve() not in own]
+
+
+def passed_over(inputs: Iterable[Path], own: Collection[Path] = ()) -> int:
     """How many files in the folders have an ending that is not read; hidden ones are not counted."""
-    inside = (
-        each for path in inputs if path.is_dir() for each in path.rglob("*") if not _hidden(each.relative_to(path))
-    )
-    return sum(each.is_file() and each.suffix.lower() not in WHOLE + ROWS for each in inside)
+    inside = (each for path in inputs if path.is_dir() for each in _inside(path, own))
+    return sum(each.suffix.lower() not in WHOLE + ROWS for each in inside)
 
 
-def find_files(inputs: Iterable[Path]) -> list[Path]:
+def find_files(inputs: Iterable[Path], own: Collection[Path] = ()) -> list[Path]:
     """Every readable file, folders walked in order of names, hidden ones left out.
+
+    Args:
+        own: resolved paths of what this command writes, which may lie in an input folder.
 
     Raises:
         PoSEError: a path does not exist, has an unknown ending, or nothing is found.
@@ -32,8 +39,8 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in inputs:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if not _hidden(p.relative_to(path)))
-            found.update(dict.fromkeys(p for p in inside if p.is_file() and p.suffix.lower() in WHOLE + ROWS))
+            inside = _inside(path, own)
+            found.update(dict.fromkeys(each for each in inside if each.suffix.lower() in WHOLE + ROWS))
         elif not path.exists():
             raise PoSEError(f"input {path} does not exist; name files or folders of documents")
         elif path.suffix.lower() not in WHOLE + ROWS:
@@ -84,9 +91,10 @@ def _decode(where: object, data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         source = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
-        raise PoSEError(
-            f"{where}: byte {error.start} is not UTF-8; convert it (iconv -f {source} -t UTF-8), or leave it out"
-        ) from None
+        way = f"convert it (iconv -f {source} -t UTF-8), or leave it out"
+        if b"\0" in data and source != "UTF-16":
+            way = "it is no text; leave it out"
+        raise PoSEError(f"{where}: byte {error.start} is not UTF-8; {way}") from None
 
 
 def _lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:

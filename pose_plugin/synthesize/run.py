@@ -20,16 +20,22 @@ from pose_plugin.synthesize.asking import Asker
 from pose_plugin.synthesize.endpoint import Endpoint, StopError
 from pose_plugin.synthesize.journal import Journal
 from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.manifest import described_settings, plain, tokenizer_hash, write_manifest
+from pose_plugin.synthesize.manifest import (
+    JOURNAL,
+    ROWS,
+    SOURCES,
+    described_settings,
+    plain,
+    tokenizer_hash,
+    write_manifest,
+)
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import file_hash
 from pose_plugin.synthesize.rows import Turn, conversation, row_counter, write_lines
 from pose_plugin.synthesize.select import Collection
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.settings import Settings, check_address
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
-
-ROWS, SOURCES, JOURNAL = "train.jsonl", "sources.jsonl", "journal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,15 @@ def key_from(settings: Settings) -> str:
     """The server's key, from the environment alone.
 
     Raises:
-        PoSEError: there is none, and the server is not the user's own.
+        PoSEError: there is none, and the server is not the user's own; or none that can be sent there.
     """
     key = os.environ.get(settings.key_variable, "").strip()
-    if not key and settings.base_url is None and not os.environ.get("OPENAI_BASE_URL"):
+    if not key.isascii() or not key.isprintable():
+        raise PoSEError(f"${settings.key_variable} holds signs that no key has, and none can be sent; export it again")
+    address = os.environ.get("OPENAI_BASE_URL")
+    if settings.base_url is None and address:
+        check_address("$OPENAI_BASE_URL", address)
+    if not key and settings.base_url is None and not address:
         raise PoSEError(
             f"no key in ${settings.key_variable}: export it, name another variable with --key-variable, or give the "
             "--base-url of a server that needs none"

@@ -12,6 +12,7 @@ from typing import Any
 from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import reading
 from pose_plugin.synthesize.copies import Copies
+from pose_plugin.synthesize.manifest import JOURNAL, MANIFEST, ROWS, SOURCES
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
@@ -48,8 +49,9 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
     spool, neutral, found = Spool(), Neutral(tokenizer), Collection()
     whole, parts = Copies(), Copies()
     is_language = _language_filter(settings.languages)
-    files = reading.find_files(settings.inputs)
-    if others := reading.passed_over(settings.inputs):
+    own = {(settings.output / name).resolve() for name in (ROWS, SOURCES, JOURNAL, MANIFEST)}
+    files = reading.find_files(settings.inputs, own)
+    if others := reading.passed_over(settings.inputs, own):
         found.dropped[f"files that do not end in {', '.join(reading.WHOLE + reading.ROWS)}"] = others
     for path in files:
         found.files[str(path)] = reading.file_hash(path)

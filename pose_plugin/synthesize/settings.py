@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pose_plugin.errors import PoSEError
 
@@ -96,8 +97,11 @@ class Settings:
                 raise PoSEError(f"--tasks {task}={count} asks for no row; name at least 1, or leave the task out")
         if not self.tasks:
             raise PoSEError(f"--tasks names none; choose of {', '.join(TASKS)}")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise PoSEError(f"--base-url {self.base_url!r} is no address; write e.g. http://localhost:8000/v1")
+        for name in ("model", "tokenizer"):
+            if not getattr(self, name).strip():
+                raise PoSEError(f"{option(name)} is empty; give a name")
+        if self.base_url is not None:
+            check_address("--base-url", self.base_url)
         self._check_band()
         self._check_money()
 
@@ -133,6 +137,20 @@ class Settings:
             raise PoSEError("one price is missing: give both --price-input and --price-output, per million tokens")
         if self.budget is not None and self.price_input is None:
             raise PoSEError(f"--budget {self.budget:g} needs prices to count by; add --price-input and --price-output")
+
+
+def check_address(name: str, url: str) -> None:
+    """Raises PoSEError for what is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        # Reading the port looks at it.
+        good = (
+            parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not any(map(str.isspace, url))
+        )
+    except ValueError:
+        good = False
+    if not good:
+        raise PoSEError(f"{name} {url!r} is no address; write e.g. http://localhost:8000/v1")
 
 
 def option(name: str) -> str:

@@ -27,7 +27,7 @@ REFUSALS = ("4", "5")
 
 def _cut_content(reply: dict[str, Any]) -> None:
     message = reply["choices"][0]["message"]
-    message["content"] = message["content"][: len(message["content"]) // 2]
+    message["content"] = message["content"][: len(message["content"]) // 8]
 
 
 def _other_schema(reply: dict[str, Any]) -> None:

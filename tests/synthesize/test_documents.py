@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -10,11 +11,13 @@ import pytest
 
 from pose_plugin.cli import main
 from pose_plugin.errors import PoSEError
+from pose_plugin.synthesize.asking import GivenUpError
 from pose_plugin.synthesize.copies import Copies, sketch
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import find_files, read
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import Settings, parse_tasks
+from pose_plugin.synthesize.tasks import single
 from pose_plugin.synthesize.texts import pieces, spread, tidy
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import arguments, lines, manifest
@@ -284,6 +287,7 @@ def test_spread():
 
 
 BAD_FILES = {
+    "binary.txt": (b"\x00\x01\xff\xfe", "byte 2 is not UTF-8; it is no text; leave it out"),
     "latin.txt": (b"caf\xe9 au lait", "latin.txt: byte 3 is not UTF-8; convert it (iconv -f LATIN1"),
     "wide.txt": ("a text".encode("utf-16"), "wide.txt: byte 0 is not UTF-8; convert it (iconv -f UTF-16"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": ', "torn.jsonl, line 2: no JSON"),
@@ -328,6 +332,11 @@ BAD_SETTINGS = [
     ({"price_input": -1.0, "price_output": 1.0}, "--price-input -1.0 is no amount"),
     ({"budget": 5.0}, "--budget 5 needs prices to count by; add --price-input and --price-output"),
     ({"base_url": "localhost:8000"}, "--base-url 'localhost:8000' is no address; write e.g. http://localhost:8000/v1"),
+    ({"base_url": "http://:80/v1"}, "--base-url 'http://:80/v1' is no address"),
+    ({"base_url": "http://my server/v1"}, "--base-url 'http://my server/v1' is no address"),
+    ({"base_url": "http://localhost:99999/v1"}, "--base-url 'http://localhost:99999/v1' is no address"),
+    ({"base_url": "http://localhost:port/v1"}, "--base-url 'http://localhost:port/v1' is no address"),
+    ({"model": " "}, "--model is empty; give a name"),
     ({"longer": "cut"}, "--longer 'cut' is unknown; choose of drop, split"),
 ]
 
@@ -365,6 +374,60 @@ def test_a_key_is_wanted_where_there_is_no_own_server(place, tmp_path, capsys):
     del line[line.index("--base-url") : line.index("--base-url") + 2]
     assert main(line) == 2
     assert "no key in $OPENAI_API_KEY: export it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OPENAI_BASE_URL", "localhost:8000", "$OPENAI_BASE_URL 'localhost:8000' is no address; write e.g. http://"),
+        ("OPENAI_API_KEY", "sk-\u0430bc", "$OPENAI_API_KEY holds signs that no key has"),
+    ],
+)
+def test_variables_that_cannot_work(place, tmp_path, capsys, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    line = arguments(place, tmp_path / "out", "http://x")
+    del line[line.index("--base-url") : line.index("--base-url") + 2]
+    assert main(line) == 2
+    err = capsys.readouterr().err
+    assert message in err and "sk-" not in err
+
+
+def test_rows_from_elsewhere_are_not_written_over(place, tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text("mine")
+    assert main([*arguments(place, tmp_path, "http://127.0.0.1:9/v1"), "--accept-changes"]) == 2
+    assert "has a train.jsonl from elsewhere" in capsys.readouterr().err
+    assert (tmp_path / "train.jsonl").read_text() == "mine"
+
+
+def test_what_this_command_writes_is_no_document(tmp_path, tokenizer):
+    """--output in a folder of documents, or that folder itself, and the same command again."""
+    (tmp_path / "text.txt").write_text(story(1, 900))
+    for output in (tmp_path, tmp_path / "data"):
+        output.mkdir(exist_ok=True)
+        for name in ("train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"):
+            (output / name).write_text("{}\n")
+        found = collect(settings(tmp_path, output=output), tokenizer)
+        assert (found.documents, found.dropped) == (1, {})
+        for name in ("train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"):
+            (output / name).unlink()
+
+
+def test_no_more_is_asked_than_was_planned(tmp_path, tokenizer):
+    """Pieces end with paragraphs: there are more of them than would fill the document."""
+    text = "\n\n".join(" ".join(story(number, 350).split()) for number in range(4))
+    (tmp_path / "text.txt").write_text(text)
+    given = settings(tmp_path)
+    (item,) = assign(collect(given, tokenizer), given)
+    asked = []
+
+    async def ask(request):
+        asked.append(request.tokens)
+        raise GivenUpError
+
+    asyncio.run(single.make(item, given, ask))
+    planned = single.forecast(item.documents, given)
+    assert len(planned) == len(asked) == 4 and len(text) < 3 * given.chunk_tokens
+    assert sum(asked) <= sum(planned)
 
 
 def test_output_that_is_a_file(place, tmp_path, capsys):

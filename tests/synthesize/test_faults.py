@@ -101,6 +101,7 @@ def test_a_wished_wait_is_kept(one_book, tmp_path):
             {0: "400 |Invalid schema for response_format: 'maxItems' is not permitted"},
             {"limits_sent": False, "answer_format": "schema"},
         ),
+        ({0: "422 |body, seed: Extra inputs are not permitted"}, {"seed_sent": False}),
     ],
 )
 def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expected):
@@ -117,6 +118,7 @@ def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expec
     assert last.get("response_format", {}).get("type") == formats[found["server"]["answer_format"]]
     assert found["server"]["length_parameter"] in last
     assert ("temperature" in last) is found["server"]["temperature_sent"]
+    assert ("seed" in last) is found["server"]["seed_sent"]
 
 
 def test_an_insisted_format_is_not_given_up(one_book, tmp_path, capsys):
@@ -194,6 +196,27 @@ def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monke
         assert main(line) == 0
     written = out.out + out.err + "".join(p.read_text() for p in tmp_path.iterdir())
     assert "sekret-key" not in written and "OPENAI_API_KEY" in written
+
+
+def test_a_key_that_is_refused_on_the_way(one_book, tmp_path, capsys):
+    with faulty({2: "401 |revoked"}) as proxy:
+        assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 1
+        assert len(proxy.log) == 3
+    assert "stopped: the server refuses every request (401: revoked); check the key" in capsys.readouterr().err
+    assert manifest(tmp_path)["requests"]["answers_in_journal"] == 2
+
+
+def test_a_server_that_takes_no_request(place, tmp_path, capsys):
+    """Thousands of documents would be refused one by one; what to change is said."""
+    said = "This model's maximum context length is 4096 tokens"
+    with faulty(fault_for=lambda body: f"400 |{said}") as proxy:
+        assert main(arguments(place, tmp_path, proxy.url, "--concurrency", "1")) == 1
+        assert len(proxy.log) == 8
+    err = capsys.readouterr().err
+    assert (
+        f"stopped: the server refuses every request (8 so far), last: 400: {said}; the server takes less: lower " in err
+    )
+    assert "--answer-tokens, --chunk-tokens or --request-tokens" in err
 
 
 def test_a_server_that_is_not_there(one_book, tmp_path, capsys):

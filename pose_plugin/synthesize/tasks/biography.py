@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Biography, Characters, UnusableError, parse
@@ -10,16 +11,16 @@ from pose_plugin.synthesize.asking import Asker, Request
 from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, excerpts, shortened, tokens_of
-from pose_plugin.synthesize.texts import pieces, spread
+from pose_plugin.synthesize.texts import Document, pieces, spread
 
 # Tokens of the passages that a biography is written from.
 PASSAGE = 512
 SHORTEST = 200
 
 
-def forecast(lengths: list[int], settings: Settings) -> list[int]:
+def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
     """Input tokens of each request, at most: as many characters as are asked for."""
-    return [min(settings.request_tokens, lengths[0]) + PROMPT_TOKENS] * (1 + settings.characters)
+    return [min(settings.request_tokens, documents[0].tokens) + PROMPT_TOKENS] * (1 + settings.characters)
 
 
 async def make(item: Item, settings: Settings, ask: Asker) -> Made:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.asking import Asker, Request
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_into
+from pose_plugin.synthesize.texts import Document
 
 
-def forecast(lengths: list[int], settings: Settings) -> list[int]:
+def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
     """Input tokens of each request, at most."""
-    return [sum(lengths) + PROMPT_TOKENS]
+    return [sum(document.tokens for document in documents) + PROMPT_TOKENS]
 
 
 async def make(item: Item, settings: Settings, ask: Asker) -> Made:

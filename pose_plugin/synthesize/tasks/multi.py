@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.asking import Asker, Request
@@ -17,11 +19,12 @@ from pose_plugin.synthesize.tasks.common import (
     shortened,
     tokens_of,
 )
+from pose_plugin.synthesize.texts import Document
 
 
-def forecast(lengths: list[int], settings: Settings) -> list[int]:
+def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
     """Input tokens of each request, at most."""
-    return [min(settings.request_tokens, lengths[0]) + PROMPT_TOKENS]
+    return [min(settings.request_tokens, documents[0].tokens) + PROMPT_TOKENS]
 
 
 async def make(item: Item, settings: Settings, ask: Asker) -> Made:

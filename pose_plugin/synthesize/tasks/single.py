@@ -7,6 +7,7 @@ document's length and every depth is asked about. (The data of arXiv 2404.19553 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
@@ -22,15 +23,19 @@ from pose_plugin.synthesize.tasks.common import (
     questions_into,
     tokens_of,
 )
-from pose_plugin.synthesize.texts import pieces
+from pose_plugin.synthesize.texts import Document, pieces
 
 PIECES = 5
 
 
-def forecast(lengths: list[int], settings: Settings) -> list[int]:
+def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
     """Input tokens of each request, at most."""
-    count = min(PIECES, settings.questions, -(-lengths[0] // settings.chunk_tokens))
-    return [min(settings.chunk_tokens, lengths[0]) + PROMPT_TOKENS] * count
+    (document,) = documents
+    most = min(PIECES, settings.questions)
+    # Pieces end with paragraphs, so there are more than would fill the document; it is read where that matters.
+    if document.tokens < most * settings.chunk_tokens:
+        most = min(most, len(pieces(document.text, document.tokens, settings.chunk_tokens)))
+    return [min(settings.chunk_tokens, document.tokens) + PROMPT_TOKENS] * most
 
 
 async def make(item: Item, settings: Settings, ask: Asker) -> Made:
