@@ -125,6 +125,7 @@ def test_another_kind_of_adapter_is_refused_and_beacons_stay():
 @torch.no_grad()
 def test_beacons_over_another_adapter_are_refused_and_work_when_it_is_merged():
     ids = make_ids(20)
+    torch.manual_seed(0)
     other = get_peft_model(make_base(), lora()).eval()
     expected = other(ids[:, :8]).logits
     for model in (other, other.get_base_model()):
@@ -133,7 +134,8 @@ def test_beacons_over_another_adapter_are_refused_and_work_when_it_is_merged():
     assert torch.equal(other(ids[:, :8]).logits, expected) and type(other.peft_config["default"]) is LoraConfig
     merged = other.merge_and_unload()
     model = get_peft_model(merged, make_config()).eval()
-    assert (model(ids[:, :8]).logits - expected).abs().max() <= 1e-5
+    # As far as a merge rounds.
+    assert (model(ids[:, :8]).logits - expected).abs().max() <= 1e-4
     own = merged.model.layers[0].self_attn.q_proj
     assert torch.equal(own.beacon_proj["default"].weight, own.base_layer.weight)
 
