@@ -217,7 +217,7 @@ def _windows(args: argparse.Namespace, sources: list[Source]) -> tuple[int | Non
 
 
 def _beyond(source: Source, lengths: list[int]) -> list[str]:
-    beyond = [n for n in lengths if source.maximum and n > source.maximum]
+    beyond = [n for n in lengths if source.maximum and n > source.maximum and not source.condenses]
     if not beyond:
         return []
     listed = ", ".join(map(str, beyond))

@@ -1,4 +1,4 @@
-"""The gap probe: what does a model make of near tokens at far positions? Where RoPE fails, at a twentieth of the cost.
+"""The gap probe: what does a model make of near tokens at far positions? Where RoPE fails, at one cost for all.
 
     positions   0 … 383 | 384 + gap … 639 + gap        the loss of the last 256 tokens, by gap
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.serving.base import base_of
+from pose_plugin.serving.base import base_of, read_json
 from pose_plugin.serving.folder import read_record
 
 
@@ -25,6 +25,8 @@ class Source:
         config: the transformers config that the weights are loaded with.
         tokenizer: the model's tokenizer.
         is_adapter: whether `path` holds a PEFT adapter.
+        revision: of a base on the hub, where the adapter names one.
+        condenses: whether it is one of Activation Beacon, which reads beyond the base's window in pieces within it.
         record: what pose.json in the folder says about the training, {} if there is none.
         notes: what a reader of the results must know.
     """
@@ -35,6 +37,8 @@ class Source:
     config: Any
     tokenizer: Any
     is_adapter: bool = False
+    revision: str | None = None
+    condenses: bool = False
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -69,18 +73,20 @@ def describe(path: str, name: str | None = None) -> Source:
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():
         return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(folder))
-    base = base_of(folder).name
+    found = base_of(folder)
+    base, revision = found.name, found.revision
     _peft()
     own = (folder / "config.json").is_file()
     try:
-        _config(base)
+        _config(base, revision)
     except PoSEError as error:
         raise PoSEError(
             f"{path} is an adapter, and its base cannot be had: {error}. Put the base there, or correct "
             f"base_model_name_or_path in {adapter}"
         ) from None
+    condenses = read_json(adapter).get("peft_type") == "POSE_PLUGIN_BEACON"
     notes = []
-    if not own:
+    if not own and not condenses:
         notes.append(
             "the adapter has no config.json beside it, so its base runs with the base's own RoPE; if it "
             "was trained on stretched frequencies, save the extended config into its folder"
@@ -90,9 +96,11 @@ def describe(path: str, name: str | None = None) -> Source:
         name=name,
         path=path,
         base=base,
-        config=_config(path if own else base),
-        tokenizer=_tokenizer(path if own_tokenizer else base),
+        config=_config(path) if own else _config(base, revision),
+        tokenizer=_tokenizer(path) if own_tokenizer else _tokenizer(base, revision),
         is_adapter=True,
+        revision=revision,
+        condenses=condenses,
         record=read_record(folder),
         notes=notes,
     )
@@ -134,7 +142,9 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
         raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
     where = place(device)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source.base, config=source.config, dtype=kind)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.base, revision=source.revision or "main", config=source.config, dtype=kind
+        )
         if source.is_adapter:
             model = _peft().PeftModel.from_pretrained(model, source.path)
         model.to(where)
@@ -172,13 +182,13 @@ def _peft() -> Any:
     return peft
 
 
-def _config(path: str) -> Any:
+def _config(path: str, revision: str | None = None) -> Any:
     from transformers import AutoConfig
 
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise PoSEError(f"{path} holds neither config.json nor adapter_config.json; name a saved model")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         if Path(path).is_dir():
             raise PoSEError(f"{path}/config.json could not be read: {error}") from error
@@ -188,11 +198,11 @@ def _config(path: str) -> Any:
         ) from error
 
 
-def _tokenizer(path: str) -> Any:
+def _tokenizer(path: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = str(error).strip().splitlines()[0].rstrip(" :") if str(error).strip() else type(error).__name__
         raise PoSEError(f"{path} has no tokenizer that loads; save it beside the model ({said})") from error

@@ -187,7 +187,7 @@ class Session:
             "name": source.name,
             "task": task,
             "length": length,
-            "weights": [weights_of(source.base), weights_of(source.path)],
+            "weights": [weights_of(source.base), source.revision, weights_of(source.path)],
             "config": source.config.to_dict(),
             "dtype": self.dtype,
             # Another version may ask otherwise.

@@ -126,6 +126,13 @@ def test_the_report_says_what_is_not_told_apart():
     assert report.tables()[title][1][1][1] == "early" and "No measure" not in report.best()
 
 
+def test_only_lengths_that_all_have_count_beyond_the_window_where_there_are_such():
+    models = [ModelResult("a", keys({128: 9, 256: 5, 512: 1})), ModelResult("b", keys({128: 8, 256: 7, 1024: 9}))]
+    for window, values, count in ((128, {"a": 0.5, "b": 0.7}, 10), (256, {"a": 0.7, "b": 0.75}, 20)):
+        (found,) = best_by_measure(Report(models, train_length=window))
+        assert found.values == pytest.approx(values) and {len(s) for s in found.samples.values()} == {count}
+
+
 def test_losses_of_other_tokens_are_not_compared():
     models = [
         ModelResult("a", keys({256: 1}), gap=gap(4.0), tokens="x"),

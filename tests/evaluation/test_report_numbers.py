@@ -146,6 +146,15 @@ def test_the_guard_by_hand(perplexities, shown):
     assert rows[1][3] == ("other tokens" if perplexities[0] < math.inf else "-")
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(8.126, "8.13"), (999.4, "999.40"), (1000.4, "1.0e+03"), (math.inf, "inf"), (math.nan, "nan")]
+)
+def test_digits_of_a_perplexity(value, shown):
+    model = ModelResult("a", perplexity=PerplexityResult({64: window(64, value)}, True, 1, 0))
+    ((_, rows),) = Report([model]).tables().values()
+    assert rows == [["a", shown]]
+
+
 def test_lengths_are_in_order_and_every_model_s():
     def keys(*lengths):
         return PasskeyResult(tuple(PasskeyTrial(n, 0.5, "1", "", True) for n in lengths), None, 0, "")

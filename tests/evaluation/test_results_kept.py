@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pose_plugin import cli
+from pose_plugin.beacon.register import NAME as BEACON
 from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation import command, session, tasks
+from pose_plugin.evaluation import command, loading, session, tasks
 from pose_plugin.evaluation.finished import FILE, key
 from pose_plugin.evaluation.loading import describe, extended
 from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
@@ -148,6 +150,31 @@ def test_a_hub_name_stands_for_itself(keys, folder):
     source = describe(str(folder))
     one, other = ((setattr(source, "base", name), setattr(source, "path", name), keys(source))[2] for name in "ab")
     assert changed(one, other) == set(ALL)
+    source.revision = "v2"
+    assert changed(other, keys(source)) == set(ALL)
+
+
+def test_an_adapter_s_base_is_had_at_its_revision(folder, tmp_path, monkeypatch):
+    """Everything of a base on the hub: config, tokenizer, weights."""
+    import transformers
+
+    asked = []
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        kind = getattr(transformers, name)
+
+        def had(path, *, own=kind.from_pretrained, name=name, **options):
+            if path == "org/base":
+                asked.append((name, options.pop("revision", None)))
+            return own(folder, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", had)
+    peft = SimpleNamespace(PeftModel=SimpleNamespace(from_pretrained=lambda model, path: model))
+    monkeypatch.setattr(loading, "_peft", lambda: peft)
+    adapter = {"base_model_name_or_path": "org/base", "revision": "v2", "peft_type": "LORA"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    loading.load(describe(str(tmp_path / "adapter")), device="cpu")
+    assert set(asked) == {(name, "v2") for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -223,3 +250,15 @@ def test_a_text_of_a_word_does_not_hide_what_other_tokenizers_make(tokenizers_by
     require_same_tokens(one, one, ["A", TEXT], "judge", "base")
     with pytest.raises(PoSEError, match="base and the evaluator judge have different tokenizers"):
         require_same_tokens(one, other, ["A", "of 12345"], "judge", "base")
+
+
+def test_what_beacons_read_beyond_the_window_is_no_fault(folder, tmp_path):
+    notes = {}
+    for kind in (BEACON, "LORA"):
+        (tmp_path / kind).mkdir()
+        config = {"base_model_name_or_path": str(folder), "peft_type": kind}
+        (tmp_path / kind / "adapter_config.json").write_text(json.dumps(config))
+        source = describe(str(tmp_path / kind))
+        notes[kind] = [*source.notes, *command._beyond(source, [200, 300])]
+    assert notes[BEACON] == [] and len(notes["LORA"]) == 2
+    assert notes["LORA"][1] == "300 tokens are beyond this model's max_position_embeddings=256"
