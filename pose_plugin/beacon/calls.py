@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.errors import PoSEError
@@ -130,6 +131,27 @@ def check_cache(cache: Any, key: str = "cache") -> None:
             f"{key}: {type(cache).__name__} is no BeaconCache; give model.condense(ids), BeaconCache.load(path) or "
             "BeaconCache()"
         )
+
+
+def stream_of(cache: Any) -> BeaconCache:
+    """The stream that a call goes on with: the given one, or a new one where nothing or an empty cache is given.
+
+    Raises:
+        PoSEError: another kind of cache that holds something, or no cache.
+    """
+    # `is None`, not truth: an empty DynamicCache counts as true, and one with a prompt in it must not be dropped.
+    if cache is None:
+        return BeaconCache()
+    if not isinstance(cache, Cache):
+        check_cache(cache, "past_key_values")
+    if isinstance(cache, BeaconCache):
+        return cache
+    if cache.get_seq_length():
+        raise PoSEError(
+            f"past_key_values: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; "
+            "pass a BeaconCache (model.condense(ids), or BeaconCache())"
+        )
+    return BeaconCache()
 
 
 def check_mask(attention_mask: Any, tokens: int, seen: int, carries: bool) -> bool:

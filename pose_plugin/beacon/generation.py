@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from pose_plugin.beacon import calls
 from pose_plugin.beacon.cache import BeaconCache
@@ -51,8 +50,6 @@ class Generation:
         calls.check_ids(inputs)
         calls.check_cache(cache)
         calls.policy(ratio, ratios)
-        if not isinstance(past := kwargs.get("past_key_values"), Cache | None):
-            calls.check_cache(past, "past_key_values")
         if tuner.disabled:
             if cache is not None or isinstance(kwargs.get("past_key_values"), BeaconCache):
                 raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
@@ -60,6 +57,7 @@ class Generation:
         if inputs is not None:
             calls.check_input(inputs, None, tuner.embedding, tuner.model)
         past = kwargs.pop("past_key_values", None)
+        past = calls.stream_of(past) if past is not None else None
         guesses = _guesses(tuner, kwargs)
         if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
             raise PoSEError(

@@ -262,20 +262,7 @@ class Reading:
 
     def _continue(self, cache: Cache | None, batch: int) -> BeaconCache:
         """The stream to go on with, its rows as many as the input's."""
-        # `is None`, not truth: an empty DynamicCache counts as true, and one with a prompt in it must not be dropped.
-        if cache is None:
-            stream = BeaconCache()
-        elif isinstance(cache, BeaconCache):
-            stream = cache
-        elif not isinstance(cache, Cache):
-            calls.check_cache(cache, "past_key_values")
-        elif cache.get_seq_length() == 0:
-            stream = BeaconCache()
-        else:
-            raise PoSEError(
-                f"past_key_values: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; "
-                "pass a BeaconCache (model.condense(ids), or BeaconCache())"
-            )
+        stream = calls.stream_of(cache)
         row = self.embedding.row().detach()[0].float()
         calls.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
         if stream.tokens and stream.batch_size != batch:

@@ -10,7 +10,7 @@ import struct
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from pose_plugin.beacon import BeaconCache, condensing, persist
 from pose_plugin.errors import PoSEError
@@ -147,6 +147,12 @@ def test_settings_of_another_cache(model):
         with pytest.raises(PoSEError, match="cache_implementation: 'static' cannot go with beacons"):
             model.generate(ids, max_new_tokens=3, **how)
     expected = model.generate(ids, max_new_tokens=3, **GREEDY)
+    for empty in (DynamicCache(), StaticCache(config=model.config, max_cache_len=64)):
+        assert torch.equal(model.generate(ids, past_key_values=empty, max_new_tokens=3, **GREEDY), expected)
+    used = DynamicCache()
+    make_base()(ids[:, :4], past_key_values=used, use_cache=True)
+    with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens cannot be continued"):
+        model.generate(ids, past_key_values=used, max_new_tokens=3)
     own = model.base_model.model.generation_config
     own.cache_implementation = "static"
     try:
