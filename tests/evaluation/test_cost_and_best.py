@@ -185,6 +185,15 @@ def test_kinds_of_needles_are_measures_of_their_own():
     assert (single.samples["a"], kv.samples["a"]) == ((1.0,) * 5, (0.0,) * 5)
 
 
+def test_topics_count():
+    def model(name, score):
+        trials = tuple(RetrievalTrial("first", 256, 0.0, ("x",), "", score) for _ in "12345")
+        return ModelResult(name, topics=RetrievalResult("topics", trials, {}, {}, {}, ""))
+
+    (found,) = best_by_measure(Report([model("a", 0.25), model("b", 0.75)]))
+    assert (found.measure, found.names) == ("topics first, mean over lengths", ["b"])
+
+
 def test_a_model_without_one_of_the_measures_has_no_place_over_all():
     only_keys = ModelResult("c", keys({256: 10}))
     report = Report(

@@ -16,6 +16,11 @@ def test_estimate_by_hand():
     assert estimate_bytes(CONFIG, 2, 100, 2) == 2 * 100 * per_token * 2 + LOGIT_BYTES
     scores = estimate_bytes(CONFIG, 2, 100, 2, "eager") - estimate_bytes(CONFIG, 2, 100, 2)
     assert scores == 2 * 2 * 4 * 100**2 * 4
+    # In chunks: the cache is whole and one layer of it is copied, all else is of 30 tokens, and each chunk has a mask.
+    layer, cache = 8 * 64 + 3 * 128, 2 * 16 * 2 * 3
+    chunked = 2 * (30 * layer + 100 * cache + 100 * cache // 3) * 2 + 4 * 2 * 30 * 100
+    assert estimate_bytes(CONFIG, 2, 100, 2, chunk=30) == chunked + LOGIT_BYTES
+    assert estimate_bytes(CONFIG, 2, 100, 2, "eager", 30) == chunked + 2 * 2 * 4 * 30 * 100 * 4 + LOGIT_BYTES
 
 
 def test_batch_shrinks_until_it_fits_then_the_text_is_read_in_chunks_and_what_cannot_is_an_error(
@@ -59,6 +64,17 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
             torch.testing.assert_close(last_logits(model, ids, keep, 32), last_logits(model, ids, keep),
                                        rtol=1e-4, atol=1e-4)  # fmt: skip
         assert greedy(model, ids, 5, 32).equal(greedy(model, ids, 5))
+
+
+def test_there_is_room_if_small_pieces_fit(monkeypatch):
+    needed, cpu = estimate_bytes(CONFIG, 1, 20000, 2, chunk=256), torch.device("cpu")
+    assert needed < estimate_bytes(CONFIG, 1, 20000, 2)
+    for free in (needed, None):
+        monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
+        memory.require_room(CONFIG, 20000, cpu)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
+    with pytest.raises(memory.TooLittleMemory, match=r"length=20000 needs about 0\..* are free on cpu; use shorter"):
+        memory.require_room(CONFIG, 20000, cpu)
 
 
 def test_memory_is_checked_for_all_lengths_before_the_model_runs(make_llama, tokenizer, monkeypatch):

@@ -140,6 +140,8 @@ def test_importing_the_report_does_not_import_matplotlib():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize(("length", "name"), [(128, "128"), (1024, "1k"), (32768, "32k"), (5000, "5000")])
+@pytest.mark.parametrize(
+    ("length", "name"), [(128, "128"), (1024, "1k"), (32768, "32k"), (131072, "128k"), (5000, "5000")]
+)
 def test_token_counts_for_axes(length, name):
     assert tokens(length) == name
