@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def train(home: Path, name: str, rows: list[dict[str, Any]], **changes: Any) -> 
 @pytest.mark.parametrize("packed", [False, True])
 def test_jumps_stand_between_turns(home, packed):
     packing = {"sample_packing": True, "sequence_len": 128} if packed else {}
-    done = train(home, f"turns {packed}", chats(), **packing)
+    # How far workers have fetched ahead when the training ends is a matter of time.
+    done = train(home, f"turns {packed}", chats(), **packing, dataloader_num_workers=0)
     header = chat_tokenizer().convert_tokens_to_ids("<|im_start|>")
     documents = done.value.documents()
     jumps = 0
@@ -73,7 +75,8 @@ def test_jumps_stand_between_turns(home, packed):
         assert len(headers) == 3 and positions[0] == 0 and positions[-1] < 512
     assert jumps > 0.8 * len(documents)
     assert len(documents) > sum(len(batch.tokens) for batch in done.value.of("train")) or not packed
-    assert "12 of them with a jump" in done.output
+    drawn, jumped = re.search(r"drew (\d+) documents .*, (\d+) of them with a jump", done.output).groups()
+    assert drawn == jumped and len(documents) <= int(drawn) <= 12
 
 
 def prepared(values: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
