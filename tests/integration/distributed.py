@@ -204,15 +204,20 @@ def divided(model: Any) -> bool:
 
 
 def completeness(trainer: Any) -> list[bool]:
-    """For each save, filled in later: whether our record was there when this rank left it. Writing it takes a while."""
+    """For each save, filled in later: whether our record was there when this rank left it.
+
+    Where every rank takes part in a save, writing it takes a while.
+    """
+    from pose_plugin.integrations.saving import weights_are_divided
     from pose_plugin.integrations.trainer import PoSECallback
 
     ours = next(each for each in trainer.callback_handler.callbacks if isinstance(each, PoSECallback))
     complete, save_model = ours.complete, trainer.save_model
     found: list[bool] = []
+    while_others_wait = 0.5 if weights_are_divided(trainer) else 0.0
 
     def late(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.5)
+        time.sleep(while_others_wait)
         complete(*args, **kwargs)
 
     def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
