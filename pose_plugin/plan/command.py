@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("gpus", "rows_of_gpu", "accumulate", "steps", "rows", "draws", "lora_rank", "gpu_memory"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise PoSEError(f"--{name.replace('_', '-')} {value} must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise PoSEError(f"--{name.replace('_', '-')} {value} must be above 0, and a number")
     inputs = _inputs(args)
     if args.output:
         from pose_plugin.evaluation.figures import require_matplotlib

@@ -255,4 +255,6 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
         if count - held < 1:
             raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
         count = int(count - held)
+    if not count and (files := [str(each["path"]) for each in _datasets(cfg)]):
+        notes.append(f"datasets: there is no row in {', '.join(files)}; the training would have nothing to read")
     return count or None

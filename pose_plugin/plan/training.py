@@ -78,7 +78,13 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
         PoSEError: settings that cannot work, with the key, its value and the way out.
     """
     # As the model's own defaults stand for keys that a config.json leaves out.
-    config = as_config(dict(inputs.config))
+    try:
+        config = as_config(dict(inputs.config))
+    except Exception as error:  # transformers has a class of its own for each kind of wrong value
+        reason = " ".join(str(error).split())
+        raise PoSEError(
+            f"the base's config.json is refused by transformers: {reason}. Give another folder by --base FOLDER"
+        ) from error
     model = architecture(config)
     used = memory(model, inputs.run)
     settings = inputs.settings

@@ -279,6 +279,8 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["{yaml}", "--method", "qlora"], "--method and"),
         (["{yaml}", "--checkpointing"], "--checkpointing and"),
         (["{yaml}", "--gpus", "0"], "--gpus 0 must be above 0"),
+        (["{yaml}", "--gpu-memory", "nan"], "--gpu-memory nan must be above 0, and a number"),
+        (["{yaml}", "--base", "{wrong}"], "config.json is refused by transformers: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists); name a place that can"),
         (["{hub}"], "the config.json of someone/model is not on this machine. Give a folder that has it by --base"),
@@ -299,6 +301,8 @@ def test_refused(base, tmp_path, capsys, line, text):
     }.items():
         files[name] = str(tmp_path / f"{name}.yaml")
         Path(files[name]).write_text(content)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA3_8B, "hidden_size": "wide"}))
+    files["wrong"] = str(tmp_path)
     assert main(["plan", *(word.format(**files) for word in line)]) == 2
     assert text in capsys.readouterr().err
 
@@ -358,6 +362,9 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
         with pytest.raises(PoSEError, match=f"val_set_size={most} leaves none of the 96 rows"):
             from_values(values(base, **data, val_set_size=most))
     gone = {"max_steps": None, "datasets": [{"path": "gone.jsonl"}]}
+    (tmp_path / "empty.jsonl").write_text("\n")
+    empty = from_values(values(base, max_steps=None, datasets=[{"path": str(tmp_path / "empty.jsonl")}]))
+    assert empty.steps is None and "there is no row in" in empty.notes[0]
     found = from_values(values(base, **gone))
     assert found.steps is None and "gone.jsonl is not on this machine" in found.notes[0]
     assert not from_values(values(base, **gone), steps=5).notes
