@@ -23,8 +23,7 @@ def copy_row(model, token: int, new: int) -> None:
     embedding.weight.data[new] = embedding.weight.data[token]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("when", ["before", "after", "inner"])
+@pytest.mark.parametrize(("when", "tied"), [("before", False), ("after", True), ("inner", False)])
 @torch.no_grad()
 def test_a_resized_vocabulary(tmp_path, when, tied):
     """A new token with an old one's embedding reads as that, in the text and in what beacons keep of it."""
