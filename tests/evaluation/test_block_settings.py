@@ -90,7 +90,8 @@ def test_what_is_measured_where(tmp_path, asked, train_length, passkeys, perplex
 
 
 @pytest.mark.parametrize(
-    ("asked", "lengths", "short"), [({}, [256, 512, 1000], 128), ({"short_context": 300}, [512, 1000], 300)]
+    ("asked", "lengths", "short"),
+    [({}, [256, 512, 1000], 128), ({"short_context": 300}, [512, 1000], 300), ({"lengths": [99, 200]}, [200], 128)],
 )
 def test_the_lengths_of_longppl(tmp_path, asked, lengths, short):
     task = made(tmp_path, tasks=["longppl"], evaluator="judge", **asked).more["longppl"]

@@ -55,6 +55,8 @@ def test_metrics_reach_the_history_and_every_logger(make_llama, tokenizer, tmp_p
     assert [step for step, _, _ in callback.results] == [0, 2, 4]
     assert history[-1]["perplexity/64"] == callback.results[-1][2].by_length[64].perplexity
     assert history[0]["perplexity/64"] != history[-1]["perplexity/64"]
+    # A random model finds none.
+    assert [row["passkey/k_max"] for row in history] == [0, 0, 0] == [found.k_max() for _, found, _ in callback.results]
 
 
 def test_at_the_end_only_and_once(make_llama, tokenizer, tmp_path):
