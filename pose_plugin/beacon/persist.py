@@ -40,6 +40,8 @@ def save(cache: BeaconCache, path: str | Path) -> None:
     if os.path.exists(file) and not os.path.isfile(file):
         kind = "a folder" if os.path.isdir(file) else "no ordinary file"
         raise PoSEError(f"path: {file} is {kind}; give the name of a file, e.g. context.safetensors")
+    # A link stays one, be it /dev/stdout where that is a file: what it names is written.
+    file = Path(os.path.realpath(file))
     if not os.path.isdir(file.parent):
         raise PoSEError(f"path: there is no folder {file.parent}; make it first, or save elsewhere")
     whole = cache.copy()

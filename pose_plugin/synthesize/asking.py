@@ -199,8 +199,8 @@ class Asker:
             return fault
         except RefusedError as error:
             self._refused += 1
-            # It never took one: the rest would be refused as well, thousands of them.
-            if self._refused >= GONE_AFTER and not self._endpoint.answered:
+            # It never took one, now or in an earlier run: the rest would be refused as well, thousands of them.
+            if self._refused >= GONE_AFTER and not self._journal.all():
                 raise StopError(f"the server refuses every request ({self._refused} so far), last: {error}") from None
             raise GivenUpError(f"refused by the server: {error}") from None
         finally:

@@ -236,6 +236,17 @@ def test_others_may_read_a_context(model, tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640 and BeaconCache.load(path).tokens == 30
 
 
+def test_a_link_stays_one(model, tmp_path):
+    """Of /dev/stdout root would make a file otherwise."""
+    for name in ("there", "new"):
+        (tmp_path / f"to-{name}").symlink_to(name)
+    (tmp_path / "there").touch()
+    for name in ("there", "new"):
+        model.condense(make_ids(20)).save(tmp_path / f"to-{name}")
+        assert (tmp_path / f"to-{name}").is_symlink() and BeaconCache.load(tmp_path / name).tokens == 20
+    assert len(os.listdir(tmp_path)) == 4
+
+
 def edited(path, change) -> None:
     """Changes what a file says of itself; its tensors stay."""
     content = path.read_bytes()

@@ -219,6 +219,16 @@ def test_a_server_that_takes_no_request(place, tmp_path, capsys):
     assert "--answer-tokens, --chunk-tokens or --request-tokens" in err
 
 
+def test_texts_that_are_refused_each_time_do_not_keep_a_resumed_run_from_the_others(place, tmp_path):
+    with faulty({1: "401 |revoked"}) as proxy:
+        assert main(arguments(place, tmp_path, proxy.url, "--concurrency", "1")) == 1
+    with faulty(dict.fromkeys(range(8), "400 |not this text")) as proxy:
+        assert main(arguments(place, tmp_path, proxy.url, "--concurrency", "1")) == 1
+        # Four documents of five requests, one of which was answered before.
+        assert len(proxy.log) == 19
+    assert manifest(tmp_path)["requests"]["answers_in_journal"] == 12
+
+
 def test_a_server_that_is_not_there(one_book, tmp_path, capsys):
     """Five requests, all at once: the first that has no try left stops them all."""
     with held_port() as port:
