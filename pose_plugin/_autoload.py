@@ -147,6 +147,8 @@ def _complete_merges(merge_lora: ModuleType) -> None:
     @functools.wraps(merge)
     def do_merge_lora(*args: Any, cfg: Any, **kwargs: Any) -> Any:
         result = merge(*args, cfg=cfg, **kwargs)
+        if cfg.get("pose"):
+            return result  # the plugin's own part, which in Axolotl 0.19 comes after this
         merged = os.path.join(str(cfg.output_dir), "merged")
         adapter = str(cfg.get("lora_model_dir") or cfg.output_dir)
         if os.path.isfile(os.path.join(adapter, "pose.json")) and not os.path.exists(os.path.join(merged, "pose.json")):

@@ -444,7 +444,8 @@ def test_merged(runs, tmp_path, check_here, name, method):
     runs.method(name)
     shutil.copytree(runs.folder(name) / "out", tmp_path / "out")
     values = runs.yaml(name, **METHODS[name][0], output_dir=str(tmp_path / "out"), merge_method=method)
-    forked(_merge, {key: value for key, value in values.items() if value is not None})
+    output = forked(_merge, {key: value for key, value in values.items() if value is not None}).output
+    assert "has no `pose:` block" not in output
     merged = tmp_path / "out" / "merged"
     report = check_here(merged)
     assert report.passed, str(report)
