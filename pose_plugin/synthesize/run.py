@@ -126,7 +126,8 @@ class _Interrupts:
             self._loop.remove_signal_handler(number)
 
     def _once(self, number: int) -> None:
-        self._ask.stop("interrupted; requests on their way are waited for, interrupt again to end at once")
+        log.warning("interrupted: requests on their way are waited for, as they will be paid; once more ends at once")
+        self._ask.stop("interrupted")
         for each in self._set:
             self._loop.remove_signal_handler(each)
         self._set = []

@@ -98,7 +98,8 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
         outcome = forked(case)
         helper.join()
     assert outcome.value == 1
-    assert "stopped: interrupted" in outcome.output
+    told = outcome.output.index("once more ends at once")
+    assert told < outcome.output.index("stopped: interrupted")
     # The three that were open were answered and kept; none was begun after the interrupt.
     assert count_lines(tmp_path / "journal.jsonl") == 7 == len(proxy.log)
     found = manifest(tmp_path)
