@@ -110,8 +110,16 @@ def weights_of(path: str) -> list[Any]:
 
 
 def state_of(folder: Path) -> list[Any]:
-    """Every file below a folder by name, size and date, but what Python leaves there."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+    """Every file below a folder by name, size and date, but hidden ones, what Python leaves there, and results: those
+    of this very run may be written there, and would tell it that something has changed."""
+    results = {file.parent for file in folder.rglob(FILE)} - {folder}
+
+    def counts(file: Path) -> bool:
+        parts = file.relative_to(folder).parts
+        left = "__pycache__" in parts or any(part.startswith(".") for part in parts)
+        return file.is_file() and not left and results.isdisjoint(file.parents)
+
+    files = filter(counts, sorted(folder.rglob("*")))
     return [str(folder.resolve()), *(_state(file, file.relative_to(folder).as_posix()) for file in files)]
 
 

@@ -134,12 +134,17 @@ def _find_object(text: str, names: Set[str]) -> Any:
 
 def _objects(text: str) -> Iterator[tuple[int, str | None, Any]]:
     """(place, None, object) of everything that is one, (place, what is wrong with it, None) of what begins like one."""
+    whole_to = 0
     for match in re.finditer(r"\{", text):
         place = match.start()
         try:
             # strict=False: small models write line breaks into strings.
-            yield place, None, json.JSONDecoder(strict=False).raw_decode(text, place)[0]
+            value, end = json.JSONDecoder(strict=False).raw_decode(text, place)
+            whole_to = max(whole_to, end)
+            yield place, None, value
         except json.JSONDecodeError as error:
+            if place < whole_to:
+                continue  # a brace in a string
             yield place, f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})", None
         except RecursionError:
             continue

@@ -137,8 +137,10 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     monkeypatch.setattr(tasks, "version", lambda: "0.4.12")
     newer = keys(source)
     assert changed(again, newer) == {"harness"}
-    (tmp_path / "own" / "__pycache__").mkdir()
-    (tmp_path / "own" / "__pycache__" / "a.pyc").write_bytes(b"1")
+    # What Python and git write there, and the results themselves.
+    for name in ("__pycache__/a.pyc", ".git/index", f"out/{FILE}", "out/figures/a.png"):
+        (tmp_path / "own" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "own" / name).write_bytes(b"1")
     assert changed(newer, keys(source)) == set()
     touch(tmp_path / "own" / "deeper" / "a.yaml")
     assert changed(newer, keys(source)) == {"harness"}

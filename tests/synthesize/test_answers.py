@@ -129,6 +129,7 @@ SHAPES = {
     "alone": ONE,
     "no list": {"questions": ONE},
     "numbered": {"document": "x", "questions": [{"id": 1, **ONE, "type": "detail"}]},
+    "a brace": [{**ONE, "kind": "of {braces"}],
     "capitals": {"questions": [{"Question": "When?", "Answer": "1871", "Quotes": ONE["quotes"]}]},
     "a number": {"questions": [{**ONE, "answer": 1871}]},
     "one quote": {"questions": [{"question": "When?", "answer": "1871", "quote": "came up at dawn"}]},
