@@ -201,7 +201,7 @@ def _write(
                     "tokens": tokens,
                     "turns": len(made.turns),
                     "documents": documents,
-                    "quotes": [_quotes(item, turn) for turn in made.turns],
+                    "quotes": _quotes(item, made.turns),
                 }
             )
             yield {"messages": messages}
@@ -218,11 +218,12 @@ def _write(
     return Result(len(sources), dropped, given_up, unfinished, stopped), summary
 
 
-def _quotes(item: Item, turn: Turn) -> list[dict[str, Any]]:
-    """The documents' own words, whatever the model made of them."""
+def _quotes(item: Item, turns: list[Turn]) -> list[list[dict[str, Any]]]:
+    """For each turn the documents' own words, whatever the model made of them."""
+    texts = [document.text for document in item.documents]
     return [
-        {"document": span.text, "start": span.start, "text": item.documents[span.text].text[span.start : span.end]}
-        for span in turn.quotes
+        [{"document": s.text, "start": s.start, "text": texts[s.text][s.start : s.end]} for s in turn.quotes]
+        for turn in turns
     ]
 
 
