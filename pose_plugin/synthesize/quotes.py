@@ -12,10 +12,13 @@ from array import array
 from dataclasses import dataclass
 
 # Addresses of Markdown links, and footnote numbers.
-_ASIDE = re.compile(r"(?<=\])\([^()\s]*\)|\[\d{1,3}\]")
+_NOTE = re.compile(r"\[\d{1,3}\]")
+_ASIDE = re.compile(r"(?<=\])\([^()\s]*\)|" + _NOTE.pattern)
 _LEFT_OUT = re.compile(r"[\[(]\s*(?:\.{3}|…)\s*[\])]|\.(?:\s?\.){2,}|…")
 # Letters between the parts of a quote from which words were left out.
 _NEAR = 1000
+# Of the plain form, where they stand within numbers only.
+_IN_NUMBERS = (".", ",")
 
 
 @dataclass(frozen=True, order=True)
@@ -37,7 +40,7 @@ class Finder:
 
     def __init__(self, texts: list[str], starts: list[int] | None = None) -> None:
         self._starts = starts or [0] * len(texts)
-        self._lengths = [len(text) for text in texts]
+        self._texts = texts
         self._plain = [_plain(text) for text in texts]
 
     def any(self, quotes: list[str]) -> list[Span]:
@@ -52,7 +55,7 @@ class Finder:
         spans = self.any(quotes)
         if not spans or spans[0].text != spans[-1].text:
             return spans
-        least = max(1, min(self._lengths[spans[0].text] // 20, 2000))
+        least = max(1, min(len(self._texts[spans[0].text]) // 20, 2000))
         return spans if spans[-1].start - spans[0].start >= least else []
 
     def several(self, quotes: list[str]) -> list[Span]:
@@ -67,31 +70,57 @@ class Finder:
         wanted = [[quote]] + ([parts] if len(parts) > 1 and any(map(_proves, parts)) else [])
         for number in range(len(self._plain)):
             for each in wanted:
-                if found := self._in_order(number, [_plain(part)[0] for part in each]):
+                if found := self._in_order(number, [_plain(part)[0] for part in each], _NOTE.findall(quote)):
                     return found
         return []
 
-    def _in_order(self, number: int, parts: list[str]) -> list[Span]:
-        """All parts of a quote, one after the other and near, or none."""
+    def _in_order(self, number: int, parts: list[str], notes: list[str]) -> list[Span]:
+        """All parts of a quote, one after the other and near, or none.
+
+        Footnote numbers may be left out; those that a quote has must be the text's.
+        """
         plain, _ = self._plain[number]
-        first = plain.find(parts[0])
+        first = self._find(number, parts[0], 0, len(plain))
         while first >= 0:
             places, end = [first], first + len(parts[0])
             for part in parts[1:]:
-                place = plain.find(part, end, end + _NEAR + len(part))
+                place = self._find(number, part, end, end + _NEAR + len(part))
                 if place < 0:
                     break
                 places.append(place)
                 end = place + len(part)
             else:
-                return [self._span(number, place, len(part)) for place, part in zip(places, parts, strict=True)]
-            first = plain.find(parts[0], first + 1)
+                text = self._texts[number][self._plain[number][1][first] : self._plain[number][1][end - 1] + 8]
+                if all(note in text for note in notes):
+                    return [self._span(number, place, len(part)) for place, part in zip(places, parts, strict=True)]
+            first = self._find(number, parts[0], first + 1, len(plain))
         return []
+
+    def _find(self, number: int, part: str, start: int, end: int) -> int:
+        """Where a part stands in whole words and numbers, or -1: "able" is not in "unable", nor 5 in 15 or 3.5."""
+        plain, offsets = self._plain[number]
+        text = self._texts[number]
+        place = plain.find(part, start, end)
+        while place >= 0:
+            last = place + len(part) - 1
+            before, after = plain[max(place - 1, 0) : place], plain[last + 1 : last + 2]
+            cut = before in _IN_NUMBERS or after in _IN_NUMBERS or (after and unicodedata.category(after)[0] == "M")
+            for at in (offsets[place] - 1, offsets[last]):
+                cut = cut or _one_word(text[max(at, 0) : at + 2])
+            if not cut:
+                return place
+            place = plain.find(part, place + 1, end)
+        return -1
 
     def _span(self, number: int, place: int, length: int) -> Span:
         offsets = self._plain[number][1]
         start = self._starts[number]
         return Span(number, start + offsets[place], start + offsets[place + length - 1] + 1)
+
+
+def _one_word(pair: str) -> bool:
+    """Two letters of a script with capitals, which parts words, or two digits."""
+    return len(pair) == 2 and (pair.isdigit() or all(letter.upper() != letter.lower() for letter in pair))
 
 
 def _proves(quote: str) -> bool:

@@ -67,6 +67,34 @@ def test_what_makes_a_quote_untrue(quote):
 
 
 @pytest.mark.parametrize(
+    ("text", "quote"),
+    [
+        ("They were unable to go home.", "able to go home"),
+        ("They were able to go homeward.", "able to go home"),
+        ("It is 15 miles from home.", "5 miles from home"),
+        ("It is 1,005 miles from home.", "005 miles from home"),
+        ("All of it costs 3.5 pounds.", "all of it costs 3"),
+        ("All of it costs 30 pounds.", "all of it costs 3"),
+        ("He went to the cafe\u0301 again.", "he went to the cafe"),
+        ("Then a[12] = 3 is set.", "then a[10] = 3 is set"),
+    ],
+)
+def test_a_quote_has_whole_words_and_numbers(text, quote):
+    assert Finder([text]).any([quote]) == []
+    # The same further on, where it is true.
+    true = f"{text} In truth: {quote}."
+    assert [true[span.start : span.end] for span in Finder([true]).any([quote])] == [quote]
+
+
+@pytest.mark.parametrize(
+    "quote", ["the first,[1] and the last", "the first, and the last", "the first and the last.[2]"]
+)
+def test_footnotes_may_be_left_out(quote):
+    (span,) = Finder(["It was the first,[1] and the last.[2]"]).any([quote])
+    assert (span.start, span.end) == (7, 33)
+
+
+@pytest.mark.parametrize(
     ("quote", "parts"),
     [
         ("In 1871 … carried the lamp up", ["In 1871", "carried the lamp\nup"]),
