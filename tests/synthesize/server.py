@@ -57,13 +57,17 @@ def documents_of(prompt: str) -> list[str]:
     return re.findall(r'<document id="[^"]+">\n(.*?)\n</document id=', prompt, re.S)
 
 
+def ends(text: str) -> tuple[str, str]:
+    """Its first words and its last."""
+    return text[:60].rsplit(maxsplit=1)[0], text[-60:].split(maxsplit=1)[-1]
+
+
 def write_answer(prompt: str) -> str:
     """What a good model would write, in form: quotes are really from the documents."""
     texts = documents_of(prompt)
     wanted = re.search(r"Write (\d+) questions", prompt)
     if wanted:
-        spots = [(text[:60], text[-60:]) for text in texts]
-        quotes = [spot for pair in spots for spot in pair]
+        quotes = [quote for text in texts for quote in ends(text)]
         return json.dumps(
             {
                 "questions": [

@@ -21,7 +21,7 @@ from pose_plugin.synthesize.tasks import single
 from pose_plugin.synthesize.texts import pieces, spread, tidy
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import arguments, lines, manifest
-from tests.synthesize.server import Server, documents_of
+from tests.synthesize.server import Server, documents_of, ends
 
 
 def settings(folder, **changes):
@@ -230,8 +230,7 @@ def test_compare_end_to_end(place, tmp_path):
 
 def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path, capsys):
     def long_answers(prompt):
-        quote = documents_of(prompt)[0][:60]
-        one = {"question": "Why?", "answer": "because " * 400, "quotes": [quote, documents_of(prompt)[0][-60:]]}
+        one = {"question": "Why?", "answer": "because " * 400, "quotes": ends(documents_of(prompt)[0])}
         return json.dumps({"questions": [one]})
 
     with Server(write=lambda prompt: long_answers(prompt) if "book" not in prompt else "") as server:
