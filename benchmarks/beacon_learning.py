@@ -275,7 +275,7 @@ def part_ablation(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
 
 
 def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    """From the committed YAML; the folder that it writes to is outputs/beacon_quickstart."""
+    """From the committed YAML, with its seed and the next; the folder it writes to is outputs/beacon_quickstart."""
     import yaml
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -283,26 +283,32 @@ def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
     root = training.EXAMPLES.parent
     config = training.EXAMPLES / "beacon" / "quickstart.yaml"
     values = yaml.safe_load(config.read_text())
-    start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    for command in (
-        [sys.executable, str(config.with_name("quickstart_data.py"))],
-        [str(Path(sys.executable).with_name("axolotl")), "train", str(config), "--launcher", "python"],
-    ):
-        subprocess.run(command, check=True, cwd=root, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
-    base = AutoModelForCausalLM.from_pretrained(training.BASE)
-    model = PeftModel.from_pretrained(base, root / values["output_dir"]).eval()
-    run.result["readers"].pop("axolotl", None)
-    run.add("axolotl", run.judge({"axolotl": Beacons(model)}, seeds[0], library=False)["axolotl"])
-    run.result["about"]["axolotl"] = [
-        {
-            "config": str(config.relative_to(root)),
-            "steps": values["max_steps"],
-            "seconds": round(spent),
-            "axolotl": machine("axolotl")["axolotl"],
-            "short_inputs_identical": short_inputs_are_the_bases(model),
-        }
-    ]
+    axolotl = [str(Path(sys.executable).with_name("axolotl")), "train", str(config), "--launcher", "python"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, str(config.with_name("quickstart_data.py"))], check=True, cwd=root, env=environment)
+    told = run.kept("axolotl", values["max_steps"], ("axolotl",))
+    for number, seed in enumerate(seeds):
+        own = values["seed"] + number
+        if own in [each["seed"] for each in told]:
+            continue
+        start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        subprocess.run([*axolotl, "--seed", str(own)], check=True, cwd=root, env=environment)
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
+        base = AutoModelForCausalLM.from_pretrained(training.BASE)
+        model = PeftModel.from_pretrained(base, root / values["output_dir"]).eval()
+        run.add("axolotl", run.judge({"axolotl": Beacons(model)}, seed, library=False)["axolotl"])
+        told.append(
+            {
+                "config": str(config.relative_to(root)),
+                "seed": own,
+                "steps": values["max_steps"],
+                "seconds": round(spent),
+                "axolotl": machine("axolotl")["axolotl"],
+                "short_inputs_identical": short_inputs_are_the_bases(model),
+            }
+        )
+        run.result["about"]["axolotl"] = told
+        run.save()
 
 
 if __name__ == "__main__":
