@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
-from pose_plugin.serving.base import base_of, read_json
+from pose_plugin.serving.base import base_of, is_beacons
 from pose_plugin.serving.folder import read_record
 
 
@@ -84,7 +84,7 @@ def describe(path: str, name: str | None = None) -> Source:
             f"{path} is an adapter, and its base cannot be had: {error}. Put the base there, or correct "
             f"base_model_name_or_path in {adapter}"
         ) from None
-    condenses = read_json(adapter).get("peft_type") == "POSE_PLUGIN_BEACON"
+    condenses = is_beacons(folder)
     notes = []
     if not own and not condenses:
         notes.append(

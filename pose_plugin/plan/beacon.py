@@ -7,6 +7,7 @@ Source: Zhang et al., arXiv 2401.03462. torch and PEFT are imported when a plan 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,9 @@ class BeaconPlan:
         intervals, raw: how many of its intervals are condensed, and what stays raw at its end.
         fewest, most: beacons that are held at its end, by the ratios that are drawn; None where it does not fit.
         farthest: the last position that any of these reaches; the window ends at L - 1.
-        reading: the ratio that `adapt` takes for a text of this length when it is read; None where none is enough.
-        readable: the longest text that `adapt` reads, with room for `headroom` tokens more.
+        ratio: how texts are read, `adapt` or a fixed ratio.
+        reading: the ratio that a text of this length is read with; None where none is enough.
+        readable: the longest text that can be read; by `adapt`, with room for `headroom` tokens more.
         refused: why the longest text does not fit, in the words of the run.
     """
 
@@ -47,6 +49,7 @@ class BeaconPlan:
     fewest: int | None
     most: int | None
     farthest: int | None
+    ratio: int | str
     reading: int | None
     readable: int
     headroom: int
@@ -93,7 +96,8 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
     sizes = settings.sizes(window)
     condensed, raw = intervals(text, settings.interval)
     most_ratio = max(settings.ratios)
-    refused = reading = None
+    refused: str | None = None
+    reading: int | None = None
     fewest: int | None = None
     most: int | None = None
     farthest: int | None = None
@@ -109,15 +113,17 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
             fewest, most, farthest = _of_one_ratio(sizes, condensed, raw, chosen[:1] or [most_ratio])
     except PoSEError as error:
         refused = str(error)
-    try:
-        reading = adapt(sizes, text, settings.ratios, settings.headroom) if condensed else None
-    except PoSEError:
-        reading = None
+    if settings.ratio == ADAPT:
+        usable, headroom = settings.ratios, settings.headroom
+    else:
+        usable, headroom = [int(settings.ratio)], 0
+    with suppress(PoSEError):
+        reading = adapt(sizes, text, usable, headroom) if condensed else None
     return BeaconPlan(
         window=window, interval=settings.interval, layout=settings.layout, mask=settings.mask,
         ratios=list(settings.ratios), train_ratio=settings.train_ratio, text=text, intervals=condensed, raw=raw,
-        fewest=fewest, most=most, farthest=farthest, reading=reading,
-        readable=sizes.capacity(most_ratio) - settings.headroom, headroom=settings.headroom, refused=refused,
+        fewest=fewest, most=most, farthest=farthest, ratio=settings.ratio, reading=reading,
+        readable=sizes.capacity(max(usable)) - headroom, headroom=headroom, refused=refused,
     )  # fmt: skip
 
 

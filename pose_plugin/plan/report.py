@@ -60,11 +60,15 @@ def _beacon(beacon: BeaconPlan) -> str:
         ]
     if not beacon.intervals:
         reading = "so short a text is read as by the base"
+    elif beacon.ratio != "adapt":
+        reading = f"ratio {beacon.ratio} {'holds' if beacon.reading else 'does not hold'} {beacon.text} tokens"
     elif beacon.reading:
         reading = f"`adapt` takes ratio {beacon.reading} for {beacon.text} tokens"
     else:
         reading = f"`adapt` has no ratio for {beacon.text} tokens"
-    longest = f"{max(beacon.readable, 0):,} tokens are the most, with room for {beacon.headroom:,} more"
+    longest = f"{max(beacon.readable, 0):,} tokens are the most"
+    if beacon.ratio == "adapt":
+        longest += f", with room for {beacon.headroom:,} more"
     lines.append(f"Reading    {reading}; {longest}")
     return "\n".join(lines)
 

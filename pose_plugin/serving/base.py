@@ -28,6 +28,11 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER).is_file()
 
 
+def is_beacons(folder: str | Path) -> bool:
+    """An Activation Beacon adapter: it leaves the model's window as it is."""
+    return is_adapter(folder) and read_json(Path(folder) / ADAPTER).get("peft_type") == "POSE_PLUGIN_BEACON"
+
+
 def base_of(folder: str | Path, base: str | None = None) -> Base:
     """The base of an adapter.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.serving.base import is_beacons
 
 
 def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -30,6 +31,7 @@ def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
 def _check(args: argparse.Namespace) -> int:
     from pose_plugin.serving.check import check_folder
 
+    _require_window(args.folder)
     if args.repair:
         from pose_plugin.serving.merged import complete_merged
 
@@ -74,6 +76,7 @@ def _export(args: argparse.Namespace) -> int:
     from pose_plugin.serving.saved import read_saved
 
     _require_used(args)
+    _require_window(args.folder)
     saved = read_saved(args.folder)
     if args.form:
         from pose_plugin.serving.older import write_older_form
@@ -126,6 +129,20 @@ def _require_used(args: argparse.Namespace) -> None:
             )
 
 
+def _require_window(folder: str) -> None:
+    """Checks that a folder is about an extended window.
+
+    Raises:
+        PoSEError: it holds beacons.
+    """
+    if is_beacons(folder):
+        raise PoSEError(
+            f"{folder} is an Activation Beacon adapter: it leaves the window and the rope as they are, so there is "
+            "nothing to check or to tell an engine, and no engine runs it. It is read with PEFT and BeaconCache "
+            "(docs/beacon.md); pose-plugin evaluate measures it"
+        )
+
+
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """`pose-plugin card FOLDER`"""
     parser.add_argument("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
@@ -136,6 +153,7 @@ def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 def _card(args: argparse.Namespace) -> int:
     from pose_plugin.serving.card import write_card
 
+    _require_window(args.folder)
     written = write_card(args.folder, args.evaluation)
     if written is None:
         raise PoSEError(f"{args.folder} holds no pose.json and config.json; name a folder that a run has saved")

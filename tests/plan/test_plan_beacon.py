@@ -61,6 +61,13 @@ def test_what_a_run_holds_at_the_end_of_its_longest_text(base):
     assert "nothing is extended" not in said and not plan.buckets and "Distances" not in said
 
 
+@pytest.mark.parametrize(("ratio", "said"), [(8, "ratio 8 does not hold"), (16, "ratio 16 holds")])
+def test_a_fixed_ratio_is_what_texts_are_read_with(base, ratio, said):
+    plan = plan_of(base, {**BEACON, "ratio": ratio})
+    assert as_dict(plan)["beacon"]["readable"] == 7168 * ratio + 1024
+    assert f"{said} 65536 tokens; {7168 * ratio + 1024:,} tokens are the most\n" in text(plan) + "\n"
+
+
 def streams(sizes, condensed, last, ratios):
     """(beacons at the end, farthest position) of every stream of ratios that fits."""
     for chosen in itertools.product(ratios, repeat=condensed + sizes.interleaved):

@@ -361,3 +361,13 @@ def test_only_weights_are_linked_into_the_older_form(tmp_path):
     (older / "README.md").write_text("# Another\n")
     assert (tmp_path / "full" / "README.md").read_text() == "# Mine\n"
     assert (older / "model.safetensors").samefile(tmp_path / "full" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "words", [["check"], ["card"], ["export", "--engine", "vllm"], ["export", "--engine", "ollama"]]
+)
+def test_beacons_are_for_no_engine(tmp_path, words, capsys):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "POSE_PLUGIN_BEACON"}))
+    assert main([*words, str(tmp_path)]) == 2
+    assert f"{tmp_path} is an Activation Beacon adapter" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter_config.json"]
