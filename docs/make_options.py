@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+from pose_plugin import BeaconConfig
 from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings
 
 HEAD = """# Options
@@ -19,6 +21,17 @@ def table(model: type) -> str:
     for name, field in model.model_fields.items():  # type: ignore[attr-defined]
         default = "required" if field.is_required() else _text(field.get_default(call_default_factory=True))
         lines.append(f"| `{name}` | {default} | {_type(field.annotation)} | {field.description} |")
+    return "\n".join(lines)
+
+
+def beacons() -> str:
+    lines = ["| key | default | type | meaning |", "|---|---|---|---|"]
+    known = {field.name: field for field in dataclasses.fields(BeaconConfig)}
+    for name, annotation in BeaconConfig.__annotations__.items():
+        field = known[name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        kind = str(annotation).removesuffix(" | None").replace(" | ", " or ")
+        lines.append(f"| `{name}` | {_text(default)} | {kind} | {field.metadata['help']} |")
     return "\n".join(lines)
 
 
@@ -47,7 +60,9 @@ def _type(annotation: object) -> str:
 def page() -> str:
     rope = "\n\n## The block `rope:`\n\n`rope: yarn` is short for `rope: {type: yarn}`.\n\n"
     evaluate = "\n\n## The block `evaluate:`\n\nSee [evaluation](evaluation.md).\n\n"
-    return HEAD + table(PoSESettings) + rope + table(RopeSettings) + evaluate + table(EvaluateSettings) + "\n"
+    pose = table(PoSESettings) + rope + table(RopeSettings) + evaluate + table(EvaluateSettings)
+    beacon = "\n\n## The block `beacon:`\n\nAlso arguments of `BeaconConfig`, see [beacons](beacon.md).\n\n"
+    return HEAD + pose + beacon + beacons() + "\n"
 
 
 if __name__ == "__main__":
