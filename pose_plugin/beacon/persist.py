@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.calls import check_cache
 from pose_plugin.beacon.layout import RAW
 from pose_plugin.errors import PoSEError
+from pose_plugin.files import appearing
 
 FORMAT = "pose_plugin.beacon/1"
 
@@ -65,19 +65,14 @@ def save(cache: BeaconCache, path: str | Path) -> None:
 
 
 def _write(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    part = file.with_name(f"_{uuid.uuid4().hex}.part")
     try:
-        try:
+        with appearing(file) as part:
             part.touch(exist_ok=False)
             # safetensors gives a file of its own this name, for its owner alone.
-            mode = (file if os.path.exists(file) else part).stat().st_mode & 0o777
+            mode = part.stat().st_mode & 0o777
             save_file(tensors, str(part), metadata=metadata)
             with suppress(OSError):  # a disk that knows no modes
                 part.chmod(mode)
-            os.replace(part, file)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
     except (OSError, SafetensorError) as error:
         raise PoSEError(
             f"path: {file} cannot be written ({error}); nothing was changed there. Save elsewhere, or make room"

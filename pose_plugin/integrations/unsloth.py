@@ -11,12 +11,12 @@ import json
 import os
 import shutil
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings
 from pose_plugin.errors import PoSEError
+from pose_plugin.files import appearing
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.serving.base import write_json
@@ -68,9 +68,8 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
                 # No links here. Another rank may be loading a copy already, so none is written over.
                 if target.exists():
                     continue
-                part = path / f"_{file.name}.{uuid.uuid4().hex}.part"
-                shutil.copy2(file, part)
-                os.replace(part, target)
+                with appearing(target) as part:
+                    shutil.copy2(file, part)
     return str(path)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.errors import PoSEError
+from pose_plugin.files import appearing
 
 ADAPTER = "adapter_config.json"
 
@@ -81,14 +78,5 @@ def write_whole(file: Path, text: str) -> None:
     The mode of a file that is there stays. A link gives way to a file, and what it points to stays as it is: in the
     hub's cache that is shared.
     """
-    # Uploads leave out what begins with an underscore; and two processes, on two machines perhaps, do not meet.
-    part = file.with_name(f"_{file.name}.{uuid.uuid4().hex}.part")
-    try:
+    with appearing(file) as part:
         part.write_text(text, encoding="utf-8", newline="")
-        # Where there is none, or another process has just taken it away, or the disk knows no modes.
-        with suppress(OSError):
-            shutil.copymode(file, part)
-        os.replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
