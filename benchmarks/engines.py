@@ -23,7 +23,7 @@ from common import about, arguments, machine, markdown, places, save
 ROOT = Path(__file__).parent.parent
 # The tests' own list, so that what is measured is what is tested.
 sys.path.append(str(ROOT))
-from tests.serving.saved_models import ROPES  # noqa: E402
+from tests.checkpoints.saved_models import ROPES  # noqa: E402
 
 OLD, TARGET = 64, 512
 PAGE = ROOT / "docs" / "serving.md"
@@ -37,10 +37,10 @@ def save_model(folder: Path, rope: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from pose_plugin import extend_context
+    from pose_plugin.checkpoints import complete_folder
+    from pose_plugin.checkpoints.probe import take_probe
+    from pose_plugin.checkpoints.record import model_facts
     from pose_plugin.config import parse_settings
-    from pose_plugin.serving import complete_folder
-    from pose_plugin.serving.probe import take_probe
-    from pose_plugin.serving.record import model_facts
 
     plain = LlamaConfig(
         vocab_size=128,
@@ -69,9 +69,9 @@ def save_model(folder: Path, rope: Any) -> None:
 
 def older(folder: Path, python: str, place: Path) -> dict[str, Any]:
     """transformers 4 on the same config.json, tokenizer class aside."""
-    from pose_plugin.serving.check import check_folder
-    from pose_plugin.serving.older import write_older_form
-    from pose_plugin.serving.saved import read_saved
+    from pose_plugin.checkpoints.check import check_folder
+    from pose_plugin.checkpoints.saved import read_saved
+    from pose_plugin.export.transformers4 import write_older_form
 
     as_saved = check_folder(folder, python=python)
     rewritten = check_folder(write_older_form(read_saved(folder), place / f"{folder.name}-4"), python=python)
@@ -86,9 +86,9 @@ def older(folder: Path, python: str, place: Path) -> dict[str, Any]:
 
 def llama_cpp(folder: Path, home: str, python: str, place: Path, rows: int = 2) -> dict[str, Any]:
     """Converted by llama.cpp's own converter; 512 tokens at plain positions, the last 448 past the old window."""
-    from pose_plugin.errors import PoSEError
-    from pose_plugin.serving.engines.llama_cpp import export
-    from pose_plugin.serving.saved import read_saved
+    from pose_plugin.checkpoints.saved import read_saved
+    from pose_plugin.export.llama_cpp import export
+    from pose_plugin.utils.errors import PoSEError
 
     try:
         export(read_saved(folder))
@@ -111,7 +111,7 @@ def passkey(folder: Path, home: str, python: str, place: Path, trials: int, leng
     """Share of prompts whose five digits are the greedy continuation, token by token."""
     from transformers import AutoTokenizer
 
-    from pose_plugin.evaluation.passkey import PasskeyBuilder, documents
+    from pose_plugin.evaluation.measures.passkey import PasskeyBuilder, documents
 
     prompts = documents(PasskeyBuilder(AutoTokenizer.from_pretrained(folder)), lengths, trials, None, 0)
     rows = [document for length in lengths for document in prompts[length]]
@@ -167,7 +167,7 @@ def reference(folder: Path, rows: list[list[int]], keep: int) -> list[np.ndarray
 
 
 def distance(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    from pose_plugin.serving.compare import logit_distance
+    from pose_plugin.checkpoints.compare import logit_distance
 
     return max(logit_distance(f.tolist(), w.tolist()) for f, w in zip(found, wanted, strict=True))
 

@@ -14,33 +14,34 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pose_plugin._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pose_plugin.beacon import BeaconCache, BeaconConfig, condensing
+    from pose_plugin.checkpoints.load import load_extended
     from pose_plugin.config import PoSESettings, RopeSettings
-    from pose_plugin.errors import PoSEError, RopeMismatchError, SelfTestError
-    from pose_plugin.integrations.axolotl import PosePlugin
-    from pose_plugin.integrations.trl import PoSECollator
+    from pose_plugin.frameworks.axolotl import PosePlugin
+    from pose_plugin.frameworks.trl import PoSECollator
     from pose_plugin.positions import coverage
     from pose_plugin.rope import extend_context, verify_rope
     from pose_plugin.selftest import self_test
-    from pose_plugin.serving.loading import load_extended
+    from pose_plugin.utils.errors import PoSEError, RopeMismatchError, SelfTestError
 
-__version__ = "0.1.0"
 
 _HOME = {
     "BeaconCache": "beacon",
     "BeaconConfig": "beacon",
-    "PoSECollator": "integrations.trl",
-    "PoSEError": "errors",
+    "PoSECollator": "frameworks.trl",
+    "PoSEError": "utils.errors",
     "PoSESettings": "config",
-    "PosePlugin": "integrations.axolotl",
-    "RopeMismatchError": "errors",
+    "PosePlugin": "frameworks.axolotl",
+    "RopeMismatchError": "utils.errors",
     "RopeSettings": "config",
-    "SelfTestError": "errors",
+    "SelfTestError": "utils.errors",
     "condensing": "beacon",
     "coverage": "positions",
     "extend_context": "rope",
-    "load_extended": "serving.loading",
+    "load_extended": "checkpoints.load",
     "self_test": "selftest",
     "verify_rope": "rope",
 }

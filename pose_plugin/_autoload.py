@@ -123,19 +123,13 @@ def _notice_forgotten_line(config: ModuleType) -> None:
     @functools.wraps(validate_config)
     def validate(cfg: Any, *args: Any, **kwargs: Any) -> Any:
         if cfg.get("pose") is not None and not any(str(p).startswith(_NAME) for p in cfg.get("plugins") or []):
-            from pose_plugin.errors import PoSEError
+            from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 
             raise PoSEError(FORGOTTEN_LINE)
         return validate_config(cfg, *args, **kwargs)
 
     validate._pose_plugin = True  # type: ignore[attr-defined]
     config.validate_config = validate  # type: ignore[attr-defined]
-
-
-FORGOTTEN_LINE = (
-    "the config has a `pose:` block, but `plugins:` does not name the plugin that reads it, so it would have no "
-    "effect. Add `plugins: [pose_plugin]`, or remove the block"
-)
 
 
 def _complete_merges(merge_lora: ModuleType) -> None:
@@ -152,7 +146,7 @@ def _complete_merges(merge_lora: ModuleType) -> None:
         merged = os.path.join(str(cfg.output_dir), "merged")
         adapter = str(cfg.get("lora_model_dir") or cfg.output_dir)
         if os.path.isfile(os.path.join(adapter, "pose.json")) and not os.path.exists(os.path.join(merged, "pose.json")):
-            from pose_plugin.serving.merged import complete_forgotten
+            from pose_plugin.frameworks.axolotl import complete_forgotten
 
             complete_forgotten(merged, adapter)
         return result
@@ -173,7 +167,7 @@ def _notice_plain_bases(peft_model: ModuleType) -> None:
         loaded = original(cls, model, model_id, *args, **kwargs)
         # Whoever loads another adapter pays for this look at the disk and for nothing else.
         if os.path.isfile(os.path.join(str(model_id), "pose.json")):
-            from pose_plugin.serving.loading import warn_of_plain_base
+            from pose_plugin.checkpoints.load import warn_of_plain_base
 
             warn_of_plain_base(loaded, model_id)
         return loaded

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 # Attention functions whose masks go through the rule below.
 RULED_BY_POSITIONS = ("eager", "sdpa", "flex_attention")

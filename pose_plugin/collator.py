@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pose_plugin.chat import turn_tokens
 from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions import BORDERED, Window, draw_windows, plain_window, turn_borders
-from pose_plugin.sentences import SentenceEnds
+from pose_plugin.positions.chat import turn_tokens
+from pose_plugin.positions.sentences import SentenceEnds
+from pose_plugin.utils.errors import PoSEError
 
 Feature = Mapping[str, Any]
 Collate = Callable[..., Mapping[str, Any]]

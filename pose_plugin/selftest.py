@@ -19,9 +19,9 @@ import torch
 
 from pose_plugin.attention import attention_function, text_config
 from pose_plugin.collator import PositionCollator
-from pose_plugin.errors import SelfTestError
 from pose_plugin.positions import Window
-from pose_plugin.ranks import all_problems, beside_training
+from pose_plugin.utils.distributed import all_problems, beside_training
+from pose_plugin.utils.errors import SelfTestError
 
 # An effect below this share of the effect within a chunk is none: the silent fault gives exactly 0, a working
 # model several percent (measured: 0.074 of 0.573), rounding in bf16 leaves unrelated rows unchanged.

@@ -68,6 +68,6 @@ def make_llama(attention: str = "sdpa", **changes):
 
 def is_save_probe(ids) -> bool:
     """Whether a batch is the one that the trained model is asked at each save."""
-    from pose_plugin.serving.probe import probe_inputs
+    from pose_plugin.checkpoints.probe import probe_inputs
 
     return ids.tolist() == [probe_inputs(128, 64, 512)["ids"]]

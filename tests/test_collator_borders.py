@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from pose_plugin.collator import PositionCollator
-from pose_plugin.integrations.trl import PoSECollator
+from pose_plugin.frameworks.trl import PoSECollator
 from tests.chat_data import chat_tokenizer, chats, expected_labels
 from tests.test_collator import stack_packs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings, parse_settings
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 ROPES = "'linear', 'ntk', 'base', 'yarn', 'yarn-revised', 'llama3', 'longrope', 'dynamic', 'auto' or 'none'"
 KEYS = (

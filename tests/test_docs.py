@@ -86,9 +86,9 @@ def test_reload_snippet_loads_model_and_adapter(tmp_path, monkeypatch):
 
         from peft import LoraConfig, get_peft_model
 
+        from pose_plugin.checkpoints import complete_folder
         from pose_plugin.config import parse_settings
         from pose_plugin.rope import extend_context
-        from pose_plugin.serving import complete_folder
 
         os.chdir(tmp_path)
         plain = make_llama()
@@ -107,7 +107,7 @@ def test_reload_snippet_loads_model_and_adapter(tmp_path, monkeypatch):
 
 
 def test_coverage_commands(tmp_path, monkeypatch, capsys):
-    from pose_plugin.cli import main
+    from pose_plugin.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     lines = commands("pose-plugin coverage")
@@ -119,7 +119,7 @@ def test_coverage_commands(tmp_path, monkeypatch, capsys):
 
 def test_plan_commands(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    from pose_plugin.cli import main
+    from pose_plugin.cli.main import main
     from tests.plan.test_architecture import LLAMA3_8B
 
     (tmp_path / "example_configs").symlink_to(ROOT / "example_configs")
@@ -182,7 +182,7 @@ def test_loop_of_your_own():
 
 
 def test_evaluate_command_of_readme_is_complete(tmp_path, monkeypatch):
-    from pose_plugin.cli import main
+    from pose_plugin.cli.main import main
 
     # At the root somebody may have trained one.
     monkeypatch.chdir(tmp_path)

@@ -15,15 +15,16 @@ import transformers as t
 
 from pose_plugin.attention import attention_function, restart_boundaries
 from pose_plugin.collator import PositionCollator
-from pose_plugin.errors import PoSEError, SelfTestError
 from pose_plugin.rope import extend_context, verify_rope
 from pose_plugin.selftest import self_test
+from pose_plugin.utils.errors import PoSEError, SelfTestError
 from tests.reference_kernels import flash_attention
 from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build
 from tests.test_attention import stack_single
 from tests.test_collator import stack_packs
 
 TARGET = 8 * WINDOW
+ROUNDING = 1e-5
 ALL_HEADS = {**SMALL, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 GPTJ = {"vocab_size": 48, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": WINDOW, "rotary_dim": 16}
@@ -83,7 +84,8 @@ def tells_documents_apart(model):
     positions = torch.tensor([[0, 1, 2, 3, 4, 5] * 2])
     with torch.no_grad():
         both = [model(each, position_ids=positions).logits[0, 6:] for each in (ids, changed)]
-    return torch.equal(*both)
+    # Not bit-equal: a changed token may go to another expert, and a matrix of another size rounds differently.
+    return torch.allclose(*both, atol=1e-5)
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_the_rope_is_live(extended, name):
 def test_self_test(extended, name):
     model = extended(name)
     report = self_test(model, collator())
-    assert report.after_jump > 0.0 and report.neighbour == 0.0 and report.other_row == 0.0
+    assert report.after_jump > 1e-3 and report.neighbour < ROUNDING and report.other_row < ROUNDING
     if not tells_documents_apart(model):
         with restart_boundaries(), pytest.raises(SelfTestError, match="packed documents see each other"):
             self_test(model, collator(packed=True), pack="lists")
@@ -123,7 +125,7 @@ def test_self_test(extended, name):
         return
     with restart_boundaries():
         packed = self_test(model, collator(packed=True), pack="lists")
-    assert packed.after_jump > 0.0 and packed.neighbour == 0.0
+    assert packed.after_jump > 1e-3 and packed.neighbour < ROUNDING
     assert packed.attention == attention_function(model)
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 FOLDER = Path(__file__).parent.parent / "example_configs" / "quickstart"
 BASE = FOLDER / "base"
@@ -61,7 +61,7 @@ def test_digits_are_single_tokens_and_text_survives(tokenizer, text):
 
 
 def test_base_finds_the_key_in_its_window_and_not_past_it(model, tokenizer):
-    from pose_plugin.evaluation.passkey import passkey
+    from pose_plugin.evaluation.measures.passkey import passkey
 
     found = passkey(model, tokenizer, lengths=[128, 1024], trials=20, seed=1, progress=False).by_length
     assert found[128].correct >= 18

@@ -10,9 +10,9 @@ import torch
 
 from pose_plugin.attention import restart_boundaries
 from pose_plugin.collator import PositionCollator
-from pose_plugin.errors import SelfTestError
-from pose_plugin.integrations.trl import PoSECollator
+from pose_plugin.frameworks.trl import PoSECollator
 from pose_plugin.selftest import SelfTestReport, self_test
+from pose_plugin.utils.errors import SelfTestError
 from tests.conftest import make_llama, make_tokenizer
 from tests.test_collator import stack_packs
 

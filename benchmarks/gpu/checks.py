@@ -103,7 +103,7 @@ def unsloth(folder: Path) -> list[str]:
     from trl import SFTConfig, SFTTrainer
 
     from pose_plugin import PoSECollator
-    from pose_plugin.integrations.unsloth import extended_base
+    from pose_plugin.frameworks.unsloth import extended_base
     from tests.conftest import make_llama, make_tokenizer
     from tests.integration.trl_runs import texts
 

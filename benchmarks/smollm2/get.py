@@ -108,7 +108,7 @@ def training(folder: Path) -> None:
     """
     from transformers import AutoTokenizer
 
-    from pose_plugin.evaluation.passkey_text import PasskeyBuilder, random_key
+    from pose_plugin.evaluation.prompts import PasskeyBuilder, random_key
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     passkeys, draw = PasskeyBuilder(tokenizer), random.Random(SEED)

@@ -28,7 +28,7 @@ from trl_qlora import BATCH, rows
 from unsloth import FastLanguageModel
 
 from pose_plugin import PoSECollator
-from pose_plugin.integrations.unsloth import extended_base
+from pose_plugin.frameworks.unsloth import extended_base
 
 
 def arguments() -> argparse.Namespace:

@@ -12,8 +12,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.passkey_text import PasskeyBuilder
+from pose_plugin.evaluation.prompts import PasskeyBuilder
+from pose_plugin.utils.errors import PoSEError
 
 WINDOW = 128  # L_0 and L_c: the window of the base model, and of the extension's training
 TARGET = 2048  # L_t: the window that is wanted, and the length of a text document

@@ -9,7 +9,7 @@ Why a model of our own: no packaged RoPE model has a window so short that its ex
 minute on a CPU. What the model has seen, each row 128 tokens:
 
 - 8 of 16 rows: a library text followed by a passkey document ("What is the pass key?", see
-  pose_plugin.evaluation.passkey_text), with an extra loss on the answer. So small a model does not learn to
+  pose_plugin.evaluation.prompts), with an extra loss on the answer. So small a model does not learn to
   retrieve from text alone: with it the base finds a key within 128 tokens, without it it never does.
 - 6 of 16 rows: texts of Python's own library.
 - 2 of 16 rows: a random segment, repeated. It teaches copying.
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pose_plugin.evaluation.passkey_text import PasskeyTemplate, random_key
+from pose_plugin.evaluation.prompts import PasskeyTemplate, random_key
 
 VOCABULARY = 512
 TEMPLATES = 2000  # enough for one token a word, which leaves room for filler in 128 tokens

@@ -92,9 +92,9 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
 
     import torch
 
-    from pose_plugin.evaluation.loading import describe, extended, load
-    from pose_plugin.evaluation.passkey import passkey
-    from pose_plugin.evaluation.perplexity import perplexity
+    from pose_plugin.checkpoints.source import describe, extended, load
+    from pose_plugin.evaluation.measures.passkey import passkey
+    from pose_plugin.evaluation.measures.perplexity import perplexity
     from pose_plugin.evaluation.report import ModelResult
 
     torch.set_num_threads(1)

@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 def passkey_table(model: Any, tokenizer: Any, args: argparse.Namespace) -> str:
     """Share of passkeys found, at lengths from the trained window to the target."""
-    from pose_plugin.evaluation.passkey import passkey
+    from pose_plugin.evaluation.measures.passkey import passkey
 
     lengths = [args.train_length]
     while lengths[-1] * 2 < args.target_length:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconLayer, Router, rows_of
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 ALONE = (
     "Beacon projections stand beside the base's own and are saved without any other adapter. Merge that one first: "

@@ -15,7 +15,7 @@ import torch
 
 from pose_plugin.beacon.layout import RAW, Pass
 from pose_plugin.beacon.view import IntervalView, KeysValues, PlainCache, join
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 class BeaconCache(PlainCache):

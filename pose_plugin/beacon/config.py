@@ -10,7 +10,7 @@ from peft import PeftConfig
 from pose_plugin.beacon.layout import MASKS, STEPWISE
 from pose_plugin.beacon.ratios import ADAPT, CANDIDATES, RANDOM, TRAINING_POLICIES, Window, check_ratio
 from pose_plugin.beacon.register import peft_type
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 LAYOUTS = ("v1", "v2")
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")

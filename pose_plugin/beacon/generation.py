@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pose_plugin.beacon import calls
+from pose_plugin.beacon import checks as calls
 from pose_plugin.beacon.cache import BeaconCache
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 class Generation:

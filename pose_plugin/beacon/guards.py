@@ -8,7 +8,7 @@ from torch import nn
 
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.rope import changing_limit
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 MASKED_ATTENTION = ("eager", "sdpa")
 

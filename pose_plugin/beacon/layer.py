@@ -22,7 +22,7 @@ from pose_plugin.beacon import guards
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layout import RAW, Pass
 from pose_plugin.beacon.view import IntervalView
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 class Router:

@@ -17,11 +17,11 @@ from torch import nn
 
 from pose_plugin.beacon import beside, guards, ratios, rope
 from pose_plugin.beacon.config import DEFAULT_TARGETS, BeaconConfig
+from pose_plugin.beacon.forward import Reading
 from pose_plugin.beacon.generation import Generation
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge
-from pose_plugin.beacon.reading import Reading
 from pose_plugin.beacon.register import PREFIX
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 class BeaconModel(Generation, Reading, BaseTuner):
@@ -53,7 +53,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self.peft_config = self.model.peft_config = beside.Configs(self.peft_config)
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             # Imported here, since it imports the Trainer, which only training needs.
-            from pose_plugin.integrations.beacon import watch
+            from pose_plugin.beacon.trainer import watch
 
             watch(self)
 

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pose_plugin.beacon.cache import BeaconCache
-from pose_plugin.beacon.calls import check_cache
+from pose_plugin.beacon.checks import check_cache
 from pose_plugin.beacon.layout import RAW
-from pose_plugin.errors import PoSEError
-from pose_plugin.files import appearing
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import appearing
 
 FORMAT = "pose_plugin.beacon/1"
 

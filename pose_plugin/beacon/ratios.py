@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
 ADAPT = "adapt"

@@ -9,7 +9,7 @@ from typing import Any
 
 from peft.utils import PeftType, register_peft_method
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 # Where the package is not imported, PEFT fails with KeyError: 'POSE_PLUGIN_BEACON'. So the name says what to import.
 NAME = "POSE_PLUGIN_BEACON"

@@ -14,7 +14,7 @@ from torch import nn
 
 from pose_plugin.beacon.layout import RAW, Pass
 from pose_plugin.beacon.view import IntervalView
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 # The frequencies of these kinds change once positions pass a limit, and a key rotated before cannot be moved after.
 CHANGING = ("dynamic", "longrope")

@@ -12,7 +12,7 @@ from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
 from pose_plugin.beacon.ratios import intervals
 from pose_plugin.beacon.rope import rotate
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from pose_plugin.beacon.layer import BeaconLayer
 from pose_plugin.beacon.verbs import find_tuner
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 def interval_count(tokens: int, interval: int) -> int:

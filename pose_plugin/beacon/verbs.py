@@ -8,7 +8,7 @@ from typing import Any
 
 from pose_plugin.beacon.model import BeaconModel
 from pose_plugin.beacon.ratios import ADAPT, check_ratio, from_compression
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 @contextmanager

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 
 from pose_plugin.config import EvaluateSettings, PoSESettings
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation._model import device_of, innermost
 from pose_plugin.evaluation.by_length import ByLength
 from pose_plugin.evaluation.callback import EvaluationCallback
-from pose_plugin.evaluation.gap import TOKENS as GAP_TOKENS
-from pose_plugin.evaluation.gap import gap_probe
-from pose_plugin.evaluation.in_step import agreed
-from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl, require_same_tokens
-from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
-from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, tokenised
+from pose_plugin.evaluation.measures.gap import TOKENS as GAP_TOKENS
+from pose_plugin.evaluation.measures.gap import gap_probe
+from pose_plugin.evaluation.measures.longppl import KeyTokens, LongPPLResult, key_tokens, longppl, require_same_tokens
+from pose_plugin.evaluation.measures.needle import DEPTHS, needle, needle_prompts
+from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplexity, tokenised
+from pose_plugin.evaluation.measures.topics import topic_prompts, topics
+from pose_plugin.evaluation.model import device_of, innermost
 from pose_plugin.evaluation.retrieval import RetrievalResult
+from pose_plugin.evaluation.sharded import agreed
 from pose_plugin.evaluation.text_file import read_text
-from pose_plugin.evaluation.topics import topic_prompts, topics
-from pose_plugin.log import log
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import log
 
 Measure = Callable[[Any, Any], Any]
 
@@ -199,7 +199,7 @@ class LongPPLTask:
         """
         if self.keys:
             return
-        from pose_plugin.evaluation.loading import describe, load
+        from pose_plugin.checkpoints.source import describe, load
 
         source = describe(self.evaluator)
         require_same_tokens(source.tokenizer, tokenizer, self.texts, source.name, "the trained model")

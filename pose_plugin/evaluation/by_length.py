@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pose_plugin.evaluation._model import device_of
-from pose_plugin.evaluation.in_step import InStep
 from pose_plugin.evaluation.memory import TooLittleMemory, fitting
-from pose_plugin.log import log
+from pose_plugin.evaluation.model import device_of
+from pose_plugin.evaluation.sharded import InStep
+from pose_plugin.utils.log import log
 
 
 class ByLength:

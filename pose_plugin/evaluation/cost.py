@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pose_plugin.evaluation._model import device_of, evaluating, innermost, last_logits
 from pose_plugin.evaluation.memory import TooLittleMemory, fitting
+from pose_plugin.evaluation.model import device_of, evaluating, innermost, last_logits
 
 PROBE = 512
 """Tokens of the forward that is timed."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 FILE = "finished.jsonl"
 COUNTED = (

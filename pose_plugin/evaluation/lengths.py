@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 def whole(lengths: Any, name: str = "lengths") -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation._model import innermost
-from pose_plugin.evaluation.in_step import InStep
-from pose_plugin.ranks import gather
+from pose_plugin.evaluation.model import innermost
+from pose_plugin.evaluation.sharded import InStep
+from pose_plugin.utils.distributed import gather
+from pose_plugin.utils.errors import PoSEError
 
 GROUP = Path("/sys/fs/cgroup")
 """Where a container's limits are."""

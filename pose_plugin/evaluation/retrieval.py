@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation._model import device_of, evaluating, greedy
 from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.memory import Fit, fitting, in_batches
-from pose_plugin.evaluation.passkey_text import plain_tokenizer
+from pose_plugin.evaluation.model import device_of, evaluating, greedy
+from pose_plugin.evaluation.prompts import plain_tokenizer
+from pose_plugin.utils.errors import PoSEError
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.cost import Work
 from pose_plugin.evaluation.finished import digest, state_of
-from pose_plugin.evaluation.gap import TOKENS, GapResult, gap_probe
-from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness, version
-from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
-from pose_plugin.evaluation.needle import DEPTHS, needle, needle_prompts
-from pose_plugin.evaluation.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
-from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity, token_ids, tokenised
+from pose_plugin.evaluation.measures.gap import TOKENS, GapResult, gap_probe
+from pose_plugin.evaluation.measures.harness import HarnessResult, harness, require_harness, version
+from pose_plugin.evaluation.measures.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
+from pose_plugin.evaluation.measures.needle import DEPTHS, needle, needle_prompts
+from pose_plugin.evaluation.measures.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
+from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplexity, token_ids, tokenised
+from pose_plugin.evaluation.measures.topics import topic_prompts, topics
 from pose_plugin.evaluation.retrieval import RetrievalResult
-from pose_plugin.evaluation.topics import topic_prompts, topics
+from pose_plugin.utils.errors import PoSEError
 
 if TYPE_CHECKING:
-    from pose_plugin.evaluation.loading import Source
+    from pose_plugin.checkpoints.source import Source
 
 
 @dataclass

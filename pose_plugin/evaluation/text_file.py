@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 
 def read_text(path: str, where: str = "") -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from pose_plugin.rope.read import read_rope
 
 if TYPE_CHECKING:
-    from pose_plugin.plan.training import Plan
+    from pose_plugin.plan.plan import Plan
 
 # A distance in fewer rows is hardly trained; the paper's runs hold most of theirs in some thousands.
 FEW_ROWS = 100
@@ -138,7 +138,7 @@ def _of_precision(plan: Plan) -> list[str]:
 
 
 def _of_frozen(plan: Plan, original: int) -> list[str]:
-    from pose_plugin.integrations.frozen import LARGE
+    from pose_plugin.training.frozen import LARGE
 
     run = plan.inputs.run
     if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE:

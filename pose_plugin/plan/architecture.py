@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import lookup, text_config
+from pose_plugin.utils.errors import PoSEError
 
 # Biases of attention that no key of the config tells.
 _BIASED = ("qwen2", "qwen2_moe")

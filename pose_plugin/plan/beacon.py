@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 # Intervals × window, beyond which no draw is followed.
 _MANY = 2**26
@@ -75,7 +75,7 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
     """
     try:
         from pose_plugin.beacon.guards import resolve_window
-        from pose_plugin.integrations.axolotl_beacon import beacon_config
+        from pose_plugin.frameworks.axolotl_beacon import beacon_config
     except ImportError:
         return None
     from pose_plugin.beacon.ratios import ADAPT, adapt, draw, fits, intervals, plan

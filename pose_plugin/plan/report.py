@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pose_plugin.plan.beacon import BeaconPlan
-from pose_plugin.plan.training import Plan
+from pose_plugin.plan.plan import Plan
 
 _METHODS = {
     "full": "all weights",

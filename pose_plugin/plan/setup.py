@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.plan.memory import Run
+from pose_plugin.utils.errors import PoSEError
 
 _OPTIMIZERS = {
     "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),

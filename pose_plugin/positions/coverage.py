@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers import BORDERED
+from pose_plugin.positions.samplers.basic import BORDERED
 from pose_plugin.positions.windows import _layout
+from pose_plugin.utils.errors import PoSEError
 
 # Above this many chunks the pairs of chunks outnumber what an autocorrelation costs.
 _MOST_CHUNKS_FOR_INTERVALS = 32

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions.coverage import Coverage
+from pose_plugin.utils.errors import PoSEError
 
 # Solid for the first; where two samplers agree, the dashes of the later one let the earlier one be seen.
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.2)), "-", (0, (6, 1.5, 1, 1.5)))

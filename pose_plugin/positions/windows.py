@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.errors import PoSEError
-from pose_plugin.positions.at_borders import Borders
 from pose_plugin.positions.draws import Draws, document_generator, integers
 from pose_plugin.positions.layout import Layout, shifted_indices
-from pose_plugin.positions.samplers import SAMPLERS
+from pose_plugin.positions.samplers.basic import SAMPLERS
+from pose_plugin.positions.samplers.bordered import Borders
+from pose_plugin.utils.errors import PoSEError
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pose_plugin.config import RopeSettings
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope.kinds import normalise
 from pose_plugin.rope.plan import RopePlan, plan_rope
 from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, text_config
+from pose_plugin.utils.errors import PoSEError
 
 _GPT_NEOX = ("gpt_neox", "gpt_neox_japanese")
 # Nested models whose transformers 4 form can be written: the old key of the sliding layers' base.

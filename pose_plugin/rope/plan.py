@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.config import RopeSettings, parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope.read import RopeSource, read_rope
 from pose_plugin.rope.stretch import LONGROPE_ONLY, Stretch, stretched
+from pose_plugin.utils.errors import PoSEError
 
 # Which settings mean something for which type. A setting without effect is refused, not ignored.
 _APPLIES = {

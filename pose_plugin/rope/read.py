@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope.kinds import normalise
+from pose_plugin.utils.errors import PoSEError
 
 # The key under which a config remembers what it was before; unknown to every reader, kept by all of them.
 RECORD_KEY = "pose_plugin"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import RopeSettings
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope import kinds, theory
 from pose_plugin.rope.read import RopeSource
+from pose_plugin.utils.errors import PoSEError
 
 # transformers accepts only `default` and `longrope` for these; other kinds are written as a longrope list.
 LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")

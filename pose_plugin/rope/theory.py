@@ -11,8 +11,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope.kinds import plain_frequencies
+from pose_plugin.utils.errors import PoSEError
 
 
 def retrieval_strength(base: float, dim: int, stop: int, start: int = 0) -> npt.NDArray[np.float64]:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pose_plugin.errors import RopeMismatchError
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.rope.read import FULL, lookup, read_rope, text_config
+from pose_plugin.utils.errors import RopeMismatchError
 
 _REBUILD = (
     "inv_freq is made when the model is built: change the config first and build from it, e.g. "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.synthesize.texts import Document
+from pose_plugin.synthesize.documents import Document
+from pose_plugin.utils.errors import PoSEError
 
 # Below, texts share their language and no subject; above, they are copies, and there is nothing to compare.
 RELATED, COPY = 0.1, 0.9

@@ -10,8 +10,8 @@ import zlib
 from itertools import islice
 from typing import Any
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.synthesize.texts import digest
+from pose_plugin.synthesize.documents import digest
+from pose_plugin.utils.errors import PoSEError
 
 # Words of a run, and the share of runs in common from which two texts are nearly the same.
 RUN, LIKE = 8, 0.5

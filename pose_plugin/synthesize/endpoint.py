@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize.pace import retry_after
 from pose_plugin.synthesize.settings import FORMATS
+from pose_plugin.utils.errors import PoSEError
 
 
 class FaultError(Exception):

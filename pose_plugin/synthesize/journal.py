@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.log import log
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import log
 
 
 @dataclass(frozen=True)

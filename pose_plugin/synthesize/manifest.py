@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.settings import Settings, option
+from pose_plugin.utils.errors import PoSEError
 
 ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
 

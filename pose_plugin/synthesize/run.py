@@ -12,11 +12,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import pose_plugin
-from pose_plugin.errors import PoSEError
-from pose_plugin.log import log
+from pose_plugin._version import __version__
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.asking import Asker
+from pose_plugin.synthesize.client import Asker
 from pose_plugin.synthesize.endpoint import Endpoint, StopError
 from pose_plugin.synthesize.journal import Journal
 from pose_plugin.synthesize.ledger import Ledger
@@ -30,12 +28,14 @@ from pose_plugin.synthesize.manifest import (
     write_manifest,
 )
 from pose_plugin.synthesize.neutral import Neutral
+from pose_plugin.synthesize.output import Turn, conversation, row_counter, write_lines
 from pose_plugin.synthesize.reading import file_hash
-from pose_plugin.synthesize.rows import Turn, conversation, row_counter, write_lines
 from pose_plugin.synthesize.select import Collection
 from pose_plugin.synthesize.settings import Settings, check_address
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import log
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def row_text(item: Item) -> str:
 
 def _head(found: Collection, settings: Settings, tokenizer: Any) -> dict[str, Any]:
     return {
-        "pose_plugin": pose_plugin.__version__,
+        "pose_plugin": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "prompts": {"version": prompts.VERSION, "sha256": prompts.fingerprint()},
         "settings": described_settings(settings),
@@ -284,7 +284,7 @@ def _bar(items: list[Item], settings: Settings, ledger: Ledger, progress: bool) 
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from pose_plugin.synthesize.plan import Plan
+    from pose_plugin.synthesize.estimate import Plan
 
     # Messages stand above the bar, not in it.
     with (

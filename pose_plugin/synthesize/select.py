@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.synthesize import reading
 from pose_plugin.synthesize.copies import Copies
+from pose_plugin.synthesize.documents import Document, Spool, digest, pieces, tidy
 from pose_plugin.synthesize.manifest import JOURNAL, MANIFEST, ROWS, SOURCES
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
-from pose_plugin.synthesize.texts import Document, Spool, digest, pieces, tidy
+from pose_plugin.utils.errors import PoSEError
 
 SAME = "the same text again"
 

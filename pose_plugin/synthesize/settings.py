@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 TASKS = ("single", "multi", "compare", "biography")
 # From the strictest to the most widespread; the second is what llama-cpp-python and some services understand.

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from pose_plugin.beacon import BeaconEmbedding
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids, unlike_base
 
 

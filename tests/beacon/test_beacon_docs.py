@@ -171,7 +171,7 @@ def test_the_training_snippet_names_what_there_is():
 def test_the_yaml_is_a_valid_block():
     import yaml
 
-    from pose_plugin.integrations.axolotl_beacon import beacon_config, prepare
+    from pose_plugin.frameworks.axolotl_beacon import beacon_config, prepare
 
     values = yaml.safe_load(blocks("yaml")[0])
     prepare(values)

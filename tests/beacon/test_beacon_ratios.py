@@ -21,7 +21,7 @@ from pose_plugin.beacon.ratios import (
     plan,
 )
 from pose_plugin.beacon.training import IntervalSampler, group_by_intervals, interval_count
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 
 LLAMA = Window(4096, 1024)
 

@@ -10,7 +10,7 @@ import torch
 from pose_plugin.beacon import BeaconCache
 from pose_plugin.beacon.layout import RAW, Pass, lay_out, visible
 from pose_plugin.beacon.rope import rotate
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import ARCHITECTURES, ROPES, make_base, make_beacon, make_config, make_ids
 
 TABLE = [(architecture, attention) for architecture in ARCHITECTURES for attention in ("eager", "sdpa")]

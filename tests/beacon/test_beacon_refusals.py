@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from pose_plugin.beacon import BeaconCache, condensing, persist
-from pose_plugin.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_ids
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

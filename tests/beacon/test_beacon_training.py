@@ -21,9 +21,9 @@ from pose_plugin.beacon import (
     set_ratio_step,
 )
 from pose_plugin.beacon.layout import lay_out
+from pose_plugin.beacon.trainer import _group
 from pose_plugin.beacon.view import IntervalView
-from pose_plugin.errors import PoSEError
-from pose_plugin.integrations.beacon import _group
+from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
 
 

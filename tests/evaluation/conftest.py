@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pose_plugin.evaluation.passkey_text import PasskeyTemplate
+from pose_plugin.evaluation.prompts import PasskeyTemplate
 
 TEXT = [
     PasskeyTemplate().prefix,

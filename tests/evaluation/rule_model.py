@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pose_plugin.evaluation.passkey_text import PasskeyBuilder
+from pose_plugin.evaluation.prompts import PasskeyBuilder
 
 
 class RuleModel(LlamaForCausalLM):

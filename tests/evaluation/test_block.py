@@ -11,13 +11,13 @@ import torch
 
 from pose_plugin import extend_context
 from pose_plugin.config import parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation import block, callback, memory
 from pose_plugin.evaluation.block import LongPPLTask, ShortGuard, from_settings
 from pose_plugin.evaluation.callback import EvaluationCallback
-from pose_plugin.evaluation.in_step import InStep, agreed, divided, in_step, require_same_plan
-from pose_plugin.evaluation.longppl import KeyTokens
-from pose_plugin.evaluation.perplexity import perplexity
+from pose_plugin.evaluation.measures.longppl import KeyTokens
+from pose_plugin.evaluation.measures.perplexity import perplexity
+from pose_plugin.evaluation.sharded import InStep, agreed, divided, in_step, require_same_plan
+from pose_plugin.utils.errors import PoSEError
 from tests.forked import ranks
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
@@ -212,7 +212,7 @@ def test_lengths_that_do_not_fit_are_left_out_and_named_once(make_llama, tokeniz
 
 def test_a_length_that_runs_out_of_memory_half_way_takes_nothing_else_along(make_llama, tokenizer, monkeypatch, caplog):
     from pose_plugin.evaluation.by_length import ByLength
-    from pose_plugin.evaluation.passkey import PasskeyResult, passkey
+    from pose_plugin.evaluation.measures.passkey import PasskeyResult, passkey
 
     def measure(model, tokenizer, n):
         if n == 220 and full:

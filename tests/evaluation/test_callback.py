@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.block import doubled
 from pose_plugin.evaluation.callback import EvaluationCallback
+from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from pose_plugin import cli
+from pose_plugin.checkpoints.source import describe, extended, load
+from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import memory, tasks
-from pose_plugin.evaluation.loading import describe, extended, load
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -224,7 +224,7 @@ def test_a_model_that_loads_and_does_not_run(folders, tmp_path, capsys, monkeypa
     def broken(*args, **kwargs):
         raise RuntimeError("shape '[32, 0]' is invalid\nfor many reasons")
 
-    monkeypatch.setattr("pose_plugin.evaluation.session.estimates", broken)
+    monkeypatch.setattr("pose_plugin.evaluation.run.estimates", broken)
     assert run(folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", tmp_path) == 2
     error = capsys.readouterr().err
     assert "base was loaded, but cannot run on cpu: shape '[32, 0]' is invalid. Name another" in error
@@ -274,7 +274,7 @@ def test_missing_peft_is_said(folders, tmp_path, capsys, monkeypatch):
 def test_help_needs_no_torch():
     import subprocess
 
-    code = "import sys; from pose_plugin.cli import main\ntry: main(['evaluate', '--help'])\n"
+    code = "import sys; from pose_plugin.cli.main import main\ntry: main(['evaluate', '--help'])\n"
     code += "except SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "--lengths" in done.stdout and done.stdout.strip().endswith("False"), done.stderr
@@ -308,7 +308,7 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
 
     # The same command again loads no model and measures nothing.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pose_plugin.evaluation.session.load", lambda *a: pytest.fail("loaded"))
+        patch.setattr("pose_plugin.evaluation.run.load", lambda *a: pytest.fail("loaded"))
         assert run(*arguments) == 0
         assert capsys.readouterr().out.count("all of it is there already") == 3
     assert json.loads((tmp_path / "results.json").read_text()) == data

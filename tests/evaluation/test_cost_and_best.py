@@ -4,10 +4,10 @@ import pytest
 
 from pose_plugin.evaluation.best import Best, best_by_measure, overall
 from pose_plugin.evaluation.cost import Work, duration, estimates, operations
-from pose_plugin.evaluation.gap import Gap, GapResult
-from pose_plugin.evaluation.longppl import LongPPL, LongPPLResult
-from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.perplexity import PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.measures.gap import Gap, GapResult
+from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
+from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 

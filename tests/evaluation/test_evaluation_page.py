@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import Trainer, TrainingArguments
 
-from pose_plugin import cli
+from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")

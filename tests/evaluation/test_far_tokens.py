@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.gap import GapResult, gap_probe
-from pose_plugin.evaluation.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
+from pose_plugin.evaluation.measures.gap import GapResult, gap_probe
+from pose_plugin.evaluation.measures.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
+from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
 VOCAB = 50
@@ -98,7 +98,7 @@ def test_texts_are_cut_to_the_length(tokenizer):
 
 
 def test_longppl_in_chunks_is_the_same(tokenizer, make_llama, monkeypatch):
-    from pose_plugin.evaluation import longppl as module
+    from pose_plugin.evaluation.measures import longppl as module
     from pose_plugin.evaluation.memory import Fit
 
     text = torch.randint(0, 400, (120,), generator=torch.Generator().manual_seed(2)).tolist()

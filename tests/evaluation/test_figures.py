@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.evaluation import figures
-from pose_plugin.evaluation.gap import Gap, GapResult
-from pose_plugin.evaluation.longppl import LongPPL, LongPPLResult
-from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.perplexity import PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.measures.gap import Gap, GapResult
+from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
+from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 

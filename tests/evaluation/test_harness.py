@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.harness import HarnessResult, harness, require_harness, scores_of, version
+from pose_plugin.evaluation.measures.harness import HarnessResult, harness, require_harness, scores_of, version
+from pose_plugin.utils.errors import PoSEError
 from tests.forked import forked
 
 TASK = """task: local_key

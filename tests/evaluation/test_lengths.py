@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.gap import gap_probe
 from pose_plugin.evaluation.lengths import whole
-from pose_plugin.evaluation.needle import needle
-from pose_plugin.evaluation.passkey import passkey
-from pose_plugin.evaluation.perplexity import perplexity
-from pose_plugin.evaluation.topics import topics
+from pose_plugin.evaluation.measures.gap import gap_probe
+from pose_plugin.evaluation.measures.needle import needle
+from pose_plugin.evaluation.measures.passkey import passkey
+from pose_plugin.evaluation.measures.perplexity import perplexity
+from pose_plugin.evaluation.measures.topics import topics
+from pose_plugin.utils.errors import PoSEError
 
 MEASURES = {
     "passkey": lambda tokenizer, lengths: passkey(None, tokenizer, lengths),

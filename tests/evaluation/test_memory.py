@@ -2,10 +2,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation import memory
+from pose_plugin.evaluation.measures.passkey import passkey
 from pose_plugin.evaluation.memory import LOGIT_BYTES, Fit, estimate_bytes, fitting, in_batches
-from pose_plugin.evaluation.passkey import passkey
+from pose_plugin.utils.errors import PoSEError
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=16)  # fmt: skip
@@ -47,8 +47,8 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
     """Losses, last logits and greedy tokens are those of one forward; also with a window shorter than the chunk."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    from pose_plugin.evaluation._model import greedy, last_logits
-    from pose_plugin.evaluation.token_loss import TokenLoss
+    from pose_plugin.evaluation.losses import TokenLoss
+    from pose_plugin.evaluation.model import greedy, last_logits
 
     model = make_llama()
     if kind == "sliding":

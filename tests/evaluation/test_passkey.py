@@ -6,9 +6,7 @@ import torch
 from rule_model import RuleModel, constant, right_answer, sometimes_wrong
 from transformers import GenerationConfig
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation._model import greedy
-from pose_plugin.evaluation.passkey import (
+from pose_plugin.evaluation.measures.passkey import (
     Accuracy,
     PasskeyResult,
     PasskeyTemplate,
@@ -18,6 +16,8 @@ from pose_plugin.evaluation.passkey import (
     passkey,
     verdict,
 )
+from pose_plugin.evaluation.model import greedy
+from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
 

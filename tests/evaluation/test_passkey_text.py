@@ -2,14 +2,14 @@ import random
 
 import pytest
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.passkey import (
+from pose_plugin.evaluation.measures.passkey import (
     PasskeyBuilder,
     PasskeyTemplate,
     build_document,
     build_prompt,
     random_key,
 )
+from pose_plugin.utils.errors import PoSEError
 
 LENGTHS = [180, 181, 182, 190, 233, 256, 777, 1024, 2048]
 

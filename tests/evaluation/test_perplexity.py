@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation import perplexity as module
-from pose_plugin.evaluation import token_loss
+from pose_plugin.evaluation import losses as token_loss
+from pose_plugin.evaluation.measures import perplexity as module
+from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplexity
 from pose_plugin.evaluation.memory import LOGIT_BYTES
-from pose_plugin.evaluation.perplexity import PerplexityResult, perplexity
+from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
 
@@ -170,7 +170,7 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
 
 def test_autocast_is_no_reason_for_a_forward_a_piece(make_llama, tokenizer):
     """Under mixed precision a head called beside the forward would compute in another type."""
-    from pose_plugin.evaluation.token_loss import TokenLoss
+    from pose_plugin.evaluation.losses import TokenLoss
 
     model = make_llama()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +184,7 @@ def test_autocast_is_no_reason_for_a_forward_a_piece(make_llama, tokenizer):
 
 
 def test_a_model_without_logits_to_keep(make_llama):
-    from pose_plugin.evaluation._model import last_logits, prefill
+    from pose_plugin.evaluation.model import last_logits, prefill
 
     model, ids = make_llama(), torch.tensor([some_ids(40), some_ids(40, 1)])
     with torch.no_grad():

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.evaluation.figures import tokens
-from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.perplexity import Bucket, PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report, markdown_table, plain_table
+from pose_plugin.utils.errors import PoSEError
 
 
 def passkey_result(correct: dict[int, int]):

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from pose_plugin.evaluation.gap import Gap, GapResult
-from pose_plugin.evaluation.harness import HarnessResult
-from pose_plugin.evaluation.longppl import LongPPL, LongPPLResult
-from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.perplexity import Bucket, PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.measures.gap import Gap, GapResult
+from pose_plugin.evaluation.measures.harness import HarnessResult
+from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
+from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 

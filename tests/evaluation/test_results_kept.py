@@ -8,15 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from pose_plugin import cli
 from pose_plugin.beacon.register import NAME as BEACON
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation import command, loading, session, tasks
+from pose_plugin.checkpoints import source as loading
+from pose_plugin.checkpoints.source import describe, extended
+from pose_plugin.cli import evaluate as command
+from pose_plugin.cli import main as cli
+from pose_plugin.evaluation import run as session
+from pose_plugin.evaluation import tasks
 from pose_plugin.evaluation.finished import FILE, key
-from pose_plugin.evaluation.loading import describe, extended
-from pose_plugin.evaluation.longppl import KeyTokens, require_same_tokens
-from pose_plugin.evaluation.session import Session
+from pose_plugin.evaluation.measures.longppl import KeyTokens, require_same_tokens
+from pose_plugin.evaluation.run import Session
 from pose_plugin.evaluation.tasks import Plan
+from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 ALL = (*tasks.TASKS, "keys")

@@ -6,12 +6,12 @@ import re
 import pytest
 from rule_model import RuleModel, constant
 
-from pose_plugin.errors import PoSEError
-from pose_plugin.evaluation.needle import DEPTHS, KINDS, needle, needle_prompts
-from pose_plugin.evaluation.needle import score as needle_score
+from pose_plugin.evaluation.measures.needle import DEPTHS, KINDS, needle, needle_prompts
+from pose_plugin.evaluation.measures.needle import score as needle_score
+from pose_plugin.evaluation.measures.topics import TOPICS, topic_prompts, topics, topics_of
+from pose_plugin.evaluation.measures.topics import score as topic_score
 from pose_plugin.evaluation.retrieval import Prompt, RetrievalResult, RetrievalTrial
-from pose_plugin.evaluation.topics import TOPICS, topic_prompts, topics, topics_of
-from pose_plugin.evaluation.topics import score as topic_score
+from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
 

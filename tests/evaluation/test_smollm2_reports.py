@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.evaluation.gap import Gap, GapResult
-from pose_plugin.evaluation.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.perplexity import Bucket, PerplexityResult, WindowPerplexity
+from pose_plugin.evaluation.measures.gap import Gap, GapResult
+from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
+from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 
@@ -56,8 +56,8 @@ def test_the_larger_version_reads_its_reports(script, tmp_path):
 
 def test_the_larger_version_asks_for_what_there_is(script, tmp_path, monkeypatch):
     """Each command that it would call is one that `pose-plugin evaluate` takes."""
-    from pose_plugin import cli
-    from pose_plugin.evaluation import command
+    from pose_plugin.cli import evaluate as command
+    from pose_plugin.cli import main as cli
 
     taken = []
     monkeypatch.setattr(command, "run", lambda args: taken.append((command._tasks(args), args.lengths)) or 0)

@@ -30,8 +30,8 @@ def sharded_from_meta(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
 
     Returns the sharded model, and what was wrong with its frequencies before they were made anew.
     """
-    from pose_plugin.errors import RopeMismatchError
     from pose_plugin.rope import restore_rope, verify_rope
+    from pose_plugin.utils.errors import RopeMismatchError
 
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     model.to("meta")
@@ -103,7 +103,7 @@ def train(folder: Path, case: Any, fault: Any = None, settings: dict[str, Any] |
 
 
 def after(folder: Path, model: Any, collator: Any, many: bool) -> dict[str, Any]:
-    from pose_plugin.serving import complete_folder
+    from pose_plugin.checkpoints import complete_folder
     from tests.integration.distributed import divided, frequencies
     from tests.integration.trl_runs import logits_far_out
 

@@ -17,9 +17,9 @@ import yaml
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
-from pose_plugin._autoload import FORGOTTEN_LINE
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import draw_windows
+from pose_plugin.utils.errors import FORGOTTEN_LINE
 from tests.forked import LIMIT, CaseError, Outcome, forked
 from tests.integration.axolotl_runs import (
     LORA,
@@ -246,7 +246,7 @@ def test_spellings(runs, name):
         from axolotl.integrations.base import PluginManager
         from axolotl.integrations.config import merge_input_args
 
-        from pose_plugin.integrations.axolotl import PoSEArgs, PosePlugin
+        from pose_plugin.frameworks.axolotl import PoSEArgs, PosePlugin
 
         live = [p for p in PluginManager().plugins.values() if isinstance(p, PosePlugin) and p._is_live()]
         schemas = [cls.__mro__.count(PoSEArgs) for cls in merge_input_args()]
@@ -327,7 +327,7 @@ def test_a_broken_plugin_stops_the_run(runs):
         from axolotl.integrations.base import PluginManager
 
         for names in (sys.modules, PluginManager().plugins):
-            for name in [name for name in names if name.startswith(("pose_plugin.integrations", "pose_plugin.Pose"))]:
+            for name in [name for name in names if name.startswith(("pose_plugin.frameworks", "pose_plugin.Pose"))]:
                 del names[name]
         sys.modules["axolotl.utils.collators.batching"] = None  # type: ignore[assignment]
         load_cfg(values)
@@ -414,9 +414,9 @@ def test_saved_folders_reload_without_the_plugin(runs):
 @pytest.fixture
 def check_here(monkeypatch) -> Any:
     """`pose-plugin check` with its reload in this process."""
-    from pose_plugin.serving import _alone, check
+    from pose_plugin.checkpoints import check, reload_worker
 
-    monkeypatch.setattr(check, "_in_a_process_of_its_own", lambda request, python, timeout: _alone.answer(request))
+    monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: reload_worker.answer(request))
     return check.check_folder
 
 

@@ -136,6 +136,6 @@ def test_a_refusal_is_the_last_thing_on_the_screen(home):
     done = command(home, "axolotl", "train", str(config), "--launcher", "python")
     assert done.returncode != 0
     lines = done.stderr.rstrip().splitlines()[-2:]
-    assert lines[0].startswith("pose_plugin.errors.PoSEError: pose.target_length is missing")
+    assert lines[0].startswith("pose_plugin.utils.errors.PoSEError: pose.target_length is missing")
     assert lines[1].startswith("pose.target_len=512 is not a known key. Known keys: target_length, train_length")
     assert not (home / "refused").exists()

@@ -240,8 +240,8 @@ REFUSED = {
 def test_refused_before_anything_is_loaded(home, name):
     from axolotl.utils.dict import DictDefault
 
-    from pose_plugin.errors import PoSEError
-    from pose_plugin.integrations.axolotl_beacon import prepare
+    from pose_plugin.frameworks.axolotl_beacon import prepare
+    from pose_plugin.utils.errors import PoSEError
 
     changes, message = REFUSED[name]
     values = base_yaml(home, **{**BEACON, **changes})
@@ -263,7 +263,7 @@ def test_a_refusal_ends_the_command(home):
 def test_config_only_and_other_adapters(home):
     from axolotl.utils.dict import DictDefault
 
-    from pose_plugin.integrations.axolotl_beacon import load
+    from pose_plugin.frameworks.axolotl_beacon import load
 
     model, config = load(None, DictDefault(BEACON), config_only=True)
     assert model is None and config.interval == 16

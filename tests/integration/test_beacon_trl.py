@@ -151,7 +151,7 @@ def test_sft_trainer_binds_by_itself(single):
 def test_rows_of_a_batch_have_the_same_number_of_intervals(home):
     def case() -> list[set[int]]:
         from pose_plugin.beacon import interval_count
-        from pose_plugin.integrations.beacon import bind_beacon
+        from pose_plugin.beacon.trainer import bind_beacon
 
         trainer = trainer_of(home)
         bind_beacon(trainer)
@@ -239,7 +239,7 @@ def test_trainers_are_left_as_they_were(home):
     def case() -> tuple[bool, bool]:
         from transformers import Trainer
 
-        from pose_plugin.integrations.beacon import _Watch
+        from pose_plugin.beacon.trainer import _Watch
 
         # Models of earlier tests in this process that are not collected yet, or that something holds, are watched too.
         gc.unfreeze()
@@ -280,7 +280,7 @@ def without_gradient(folder: Path, ranks_without: list[str]) -> list[str]:
     """A run of one step in which these ranks see no gradient, as of rows without a label behind the first interval."""
     import torch
 
-    from pose_plugin.integrations.beacon import GradientWatch
+    from pose_plugin.beacon.trainer import GradientWatch
 
     if os.environ["RANK"] in ranks_without:
         GradientWatch.norm = lambda self, parameter: torch.zeros(())  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
 
-from pose_plugin.integrations.rows import look_at_rows
+from pose_plugin.training.data_report import look_at_rows
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.conftest import make_llama
 from tests.forked import forked

@@ -145,9 +145,9 @@ def test_what_is_saved_reloads_to_what_was_trained(run, case):
 
 def checked(folder):
     """`pose-plugin check` in this process: what differs, and the distance of the logits."""
-    from pose_plugin.serving import _alone, check
+    from pose_plugin.checkpoints import check, reload_worker
 
-    check._in_a_process_of_its_own = lambda request, python, timeout: _alone.answer(request)
+    check._run_worker = lambda request, python, timeout: reload_worker.answer(request)
     found = [check.check_folder(folder / place) for place in ("out", "out/checkpoint-2", "out/checkpoint-4")]
     return [(report.differing(), report.numbers["logits"]) for report in found]
 
@@ -210,7 +210,7 @@ def wait_for(path):
 def after_training(folder, case):
     """Rank 1 is in the middle of writing the tokenizer while rank 0 completes a save, as Axolotl and scripts that save
     it on every rank may be. Then rank 0 saves alone, as other scripts do."""
-    from pose_plugin.integrations.trainer import PoSECallback
+    from pose_plugin.training.trainer import PoSECallback
 
     distributed.on_cpu(case.strategy)
     trainer = trl_runs.sft(folder, max_steps=1, per_device_train_batch_size=1, eval_strategy="no")

@@ -72,7 +72,7 @@ def trl_case(folder: Path, asked: dict[str, Any] | None, packing: bool) -> Any:
     from peft import LoraConfig
     from transformers import TrainerCallback
 
-    from pose_plugin.evaluation.perplexity import perplexity
+    from pose_plugin.evaluation.measures.perplexity import perplexity
     from tests.integration import trl_runs
 
     heard: list[tuple[int, set[str]]] = []

@@ -311,7 +311,7 @@ SCRIPTS = ["llama3-80k/trl_qlora.py", "llama3-80k/unsloth_qlora.py", "trl/sft.py
 @pytest.mark.parametrize("name", [*PROMISED, *SCRIPTS])
 def test_opens_with_how_to_run_it(name, monkeypatch):
     """Its commands name itself and are ones that are there; what it should reach is published, or said to be open."""
-    from pose_plugin.cli import main
+    from pose_plugin.cli.main import main
 
     monkeypatch.chdir(ROOT)
     text = (FOLDER / name).read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pose_plugin.integrations.precision import (
+from pose_plugin.training.precision import (
     LostSteps,
     keep_small_steps,
     keeps_remainders,

@@ -432,7 +432,7 @@ def test_rows_split_over_devices(tmp_path, key):
     def case():
         from types import SimpleNamespace
 
-        from pose_plugin.integrations.requirements import require_whole_rows
+        from pose_plugin.training.checks import require_whole_rows
 
         sizes = {"cp_size": 1, "sp_size": 1, key: 2}
         require_whole_rows(SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))))
@@ -443,7 +443,7 @@ def test_rows_split_over_devices(tmp_path, key):
 def test_a_trainer_asks_for_whole_rows(tmp_path):
     def case():
         from pose_plugin import PoSEError
-        from pose_plugin.integrations import trainer as module
+        from pose_plugin.training import trainer as module
 
         def split(trainer):
             raise PoSEError("asked for whole rows")
@@ -525,7 +525,7 @@ def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
     from trl import SFTTrainer
 
     from pose_plugin import PoSECollator
-    from pose_plugin.integrations import trl as door
+    from pose_plugin.frameworks import trl as door
     from tests.conftest import make_tokenizer
 
     def case():

@@ -48,7 +48,7 @@ def _run(line: list[str]) -> int:
     """One command, in this process where it is Python's, so that nothing is imported twice."""
     program, *words = line
     if program == "pose-plugin":
-        from pose_plugin.cli import main
+        from pose_plugin.cli.main import main
 
         return main(words)
     if program == "axolotl":

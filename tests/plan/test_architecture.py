@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.plan.architecture import KNOWN, architecture
 from pose_plugin.rope.read import as_config
+from pose_plugin.utils.errors import PoSEError
 
 SIZES = {
     "vocab_size": 136,

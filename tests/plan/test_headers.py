@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("peft")
 
 from pose_plugin.plan.architecture import architecture
-from pose_plugin.plan.inputs import from_yaml
+from pose_plugin.plan.config_reader import from_yaml
 from pose_plugin.plan.memory import Run, memory
-from pose_plugin.plan.training import Plan, as_dict, make_plan
+from pose_plugin.plan.plan import Plan, as_dict, make_plan
 from tests.integration.example_runs import BASES, FOLDER, ROOT, examples, read
 
 GPUS = re.compile(r"(one GPU|a GPU|(\d+) GPUs) of (\d+) GB")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pose_plugin.cli import main
-from pose_plugin.errors import PoSEError
+from pose_plugin.cli.main import main
 from pose_plugin.plan import keys
-from pose_plugin.plan.inputs import from_yaml
+from pose_plugin.plan.config_reader import from_yaml
 from pose_plugin.plan.keys import known_keys, unknown_keys
+from pose_plugin.utils.errors import PoSEError
 from tests.forked import LIMIT
 from tests.plan.test_plan import EXAMPLES, ROOT, base, values  # noqa: F401 - base is a fixture
 

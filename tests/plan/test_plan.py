@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
-from pose_plugin.cli import main
-from pose_plugin.errors import PoSEError
-from pose_plugin.plan.inputs import from_values, from_yaml
-from pose_plugin.plan.training import as_dict, make_plan
+from pose_plugin.cli.main import main
+from pose_plugin.plan.config_reader import from_values, from_yaml
+from pose_plugin.plan.plan import as_dict, make_plan
+from pose_plugin.utils.errors import PoSEError
 from tests.forked import LIMIT
 from tests.plan.test_architecture import LLAMA3_8B
 
@@ -310,7 +310,7 @@ def test_refused(base, tmp_path, capsys, line, text):
 def test_the_package_imports_no_torch():
     """transformers, which knows the defaults of each family, is imported for the rope alone."""
     code = (
-        "import sys, pose_plugin.plan.command, pose_plugin.plan.figure, pose_plugin.plan.report; "
+        "import sys, pose_plugin.cli.plan, pose_plugin.plan.figure, pose_plugin.plan.report; "
         "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)

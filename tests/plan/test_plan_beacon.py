@@ -10,15 +10,15 @@ import pytest
 pytest.importorskip("peft")
 
 from pose_plugin.beacon.ratios import Window, draw, fits, intervals
-from pose_plugin.errors import PoSEError
 from pose_plugin.plan import beacon as module
 from pose_plugin.plan.architecture import architecture
 from pose_plugin.plan.beacon import _of_any_ratios, _of_one_ratio
-from pose_plugin.plan.inputs import from_values
+from pose_plugin.plan.config_reader import from_values
 from pose_plugin.plan.memory import memory
+from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.plan.report import text
-from pose_plugin.plan.training import as_dict, make_plan
 from pose_plugin.rope.read import as_config
+from pose_plugin.utils.errors import PoSEError
 from tests.conftest import make_llama
 from tests.plan.test_architecture import LLAMA3_8B
 
@@ -164,7 +164,7 @@ def test_what_the_run_refuses_the_plan_refuses(base, changes, message):
 
 def test_without_peft_memory_is_planned_and_the_rest_is_said_to_be_open(base, monkeypatch):
     def missing(name, *args, **kwargs):
-        if name.startswith(("pose_plugin.beacon", "pose_plugin.integrations.axolotl_beacon")):
+        if name.startswith(("pose_plugin.beacon", "pose_plugin.frameworks.axolotl_beacon")):
             raise ImportError(name)
         return real(name, *args, **kwargs)
 

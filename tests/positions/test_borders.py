@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pose_plugin.chat import turn_tokens
 from pose_plugin.config import parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions import TurnTokens, draw_windows, turn_borders
+from pose_plugin.positions.chat import turn_tokens
+from pose_plugin.utils.errors import PoSEError
 from tests.chat_data import TEMPLATES, chat, chat_tokenizer
 
 # Tokens of a chat as ChatML writes it: `S u` opens a user's turn, `S a` an assistant's, `E n` closes each.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions.coverage import Coverage
 from pose_plugin.positions.figure import draw_coverage, write_coverage
+from pose_plugin.utils.errors import PoSEError
 
 
 def seen(target: int = 64, **changes) -> Coverage:

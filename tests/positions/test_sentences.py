@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions import SAMPLERS, Draws, draw_windows
-from pose_plugin.sentences import SentenceEnds
+from pose_plugin.positions.sentences import SentenceEnds
+from pose_plugin.utils.errors import PoSEError
 
 
 class Spelled:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.errors import PoSEError
 from pose_plugin.positions import draw_windows
+from pose_plugin.utils.errors import PoSEError
 
 
 def documents(count: int = 8, size: int = 200):

@@ -10,7 +10,6 @@ import pytest
 from rope_models import CONFIGS, ROTARY_DIM, SMALL, build
 from transformers import AutoConfig, Gemma3Config, GPTJConfig, LlamaConfig, MixtralConfig, ModernBertConfig
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope import (
     apply_plan,
     extend_context,
@@ -21,6 +20,7 @@ from pose_plugin.rope import (
     rope_overrides,
     verify_rope,
 )
+from pose_plugin.utils.errors import PoSEError
 
 KINDS = ["linear", "ntk", "yarn", "yarn-revised", "llama3"]
 

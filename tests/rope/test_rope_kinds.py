@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope import kinds
+from pose_plugin.utils.errors import PoSEError
 
 DIM = 64
 MAXIMUM = 4096

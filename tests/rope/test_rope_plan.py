@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from pose_plugin.config import RopeSettings
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope import extend_context, kinds, plan_rope, theory
+from pose_plugin.utils.errors import PoSEError
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from pose_plugin.errors import RopeMismatchError
 from pose_plugin.rope import extend_context, restore_rope, verify_rope
+from pose_plugin.utils.errors import RopeMismatchError
 from tests.conftest import make_llama
 
 

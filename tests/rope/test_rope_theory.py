@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pose_plugin.errors import PoSEError
 from pose_plugin.rope import kinds, theory
+from pose_plugin.utils.errors import PoSEError
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 1000])

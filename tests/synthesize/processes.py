@@ -13,7 +13,7 @@ from tests.forked import LIMIT
 
 def start(line: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "pose_plugin.cli", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "pose_plugin", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 

@@ -9,16 +9,16 @@ import re
 
 import pytest
 
-from pose_plugin.cli import main
-from pose_plugin.errors import PoSEError
-from pose_plugin.synthesize.asking import GivenUpError
+from pose_plugin.cli.main import main
+from pose_plugin.synthesize.client import GivenUpError
 from pose_plugin.synthesize.copies import Copies, sketch
+from pose_plugin.synthesize.documents import pieces, spread, tidy
 from pose_plugin.synthesize.neutral import Neutral
 from pose_plugin.synthesize.reading import find_files, read
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import Settings, parse_tasks
 from pose_plugin.synthesize.tasks import single
-from pose_plugin.synthesize.texts import pieces, spread, tidy
+from pose_plugin.utils.errors import PoSEError
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, documents_of, ends

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pose_plugin.cli import main
+from pose_plugin.cli.main import main
 from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.endpoint import Endpoint, FaultError
 from tests.forked import LIMIT

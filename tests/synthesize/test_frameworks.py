@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pose_plugin.cli import main
+from pose_plugin.cli.main import main
 from tests.conftest import make_llama
 from tests.forked import forked
 from tests.synthesize.material import byte_tokenizer, story

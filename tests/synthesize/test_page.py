@@ -8,7 +8,8 @@ import shlex
 
 import pytest
 
-from pose_plugin.cli import main, synthesize
+from pose_plugin.cli import synthesize
+from pose_plugin.cli.main import main
 from pose_plugin.synthesize.settings import Settings
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import lines, manifest
@@ -58,7 +59,7 @@ def test_every_command_runs(folder, tmp_path, monkeypatch, capsys):
 def test_the_page_names_the_defaults():
     """`--option` (n) and (n) in tables."""
     parser = argparse.ArgumentParser()
-    synthesize(parser)
+    synthesize.add_arguments(parser)
     defaults = Settings(inputs=(), output=ROOT, tokenizer="t", model="m", window=81920)
     text = PAGE.read_text(encoding="utf-8") + "".join(
         f"`{action.option_strings[0]}` ({number})"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.cli import main
+from pose_plugin.cli.main import main
 from tests.forked import LIMIT
 from tests.synthesize.listening import held_port
 from tests.synthesize.processes import count_lines, start, wait_for

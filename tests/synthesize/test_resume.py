@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pose_plugin.cli import main
-from pose_plugin.synthesize.asking import Asker
+from pose_plugin.cli.main import main
+from pose_plugin.synthesize.client import Asker
 from pose_plugin.synthesize.journal import Journal
 from tests.forked import LIMIT, forked
 from tests.synthesize.material import story

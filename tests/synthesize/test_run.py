@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pose_plugin.cli import main
+from pose_plugin.cli.main import main
 from tests.synthesize.proxy import faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, documents_of, write_answer
@@ -88,7 +88,7 @@ def test_progress_and_messages(one_book, tmp_path, capfd):
 
 def test_rates_reach_the_pace(one_book, tmp_path, monkeypatch):
     """How it spaces is tested by itself; here, that every request books its place with its tokens."""
-    from pose_plugin.synthesize import asking
+    from pose_plugin.synthesize import client as asking
 
     booked = []
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Biography, Characters, UnusableError, parse
-from pose_plugin.synthesize.asking import Asker, Request
-from pose_plugin.synthesize.rows import Turn
+from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.documents import Document, pieces, spread
+from pose_plugin.synthesize.output import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, excerpts, shortened, tokens_of
-from pose_plugin.synthesize.texts import Document, pieces, spread
 
 # Tokens of the passages that a biography is written from.
 PASSAGE = 512

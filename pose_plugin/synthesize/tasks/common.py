@@ -11,11 +11,11 @@ from typing import Any
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Question, UnusableError, parse_questions
-from pose_plugin.synthesize.asking import Asker, GivenUpError, Request
+from pose_plugin.synthesize.client import Asker, GivenUpError, Request
+from pose_plugin.synthesize.documents import Document, pieces, spread
+from pose_plugin.synthesize.output import Turn
 from pose_plugin.synthesize.quotes import Span
-from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
-from pose_plugin.synthesize.texts import Document, pieces, spread
 
 # A prompt's own words, in tokens of any tokenizer that has seen English.
 PROMPT_TOKENS = 350

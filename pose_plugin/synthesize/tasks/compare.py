@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.documents import Document
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_all, questions_into
-from pose_plugin.synthesize.texts import Document
 
 
 def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.documents import Document
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import (
@@ -19,7 +20,6 @@ from pose_plugin.synthesize.tasks.common import (
     shortened,
     tokens_of,
 )
-from pose_plugin.synthesize.texts import Document
 
 
 def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:

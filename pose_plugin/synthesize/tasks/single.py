@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.asking import Asker, Request
+from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.documents import Document, pieces
+from pose_plugin.synthesize.output import Turn
 from pose_plugin.synthesize.quotes import Finder
-from pose_plugin.synthesize.rows import Turn
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import (
     PROMPT_TOKENS,
@@ -23,7 +24,6 @@ from pose_plugin.synthesize.tasks.common import (
     questions_into,
     tokens_of,
 )
-from pose_plugin.synthesize.texts import Document, pieces
 
 PIECES = 5
 

@@ -1,0 +1,103 @@
+"""What a run records beside its settings: the model before and after, the base, the run, versions and hardware."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from pose_plugin.checkpoints.probe import quantization
+from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+
+# Named where they are loaded, as they had a hand in the run.
+_PACKAGES = ("torch", "transformers", "peft", "trl", "axolotl", "accelerate", "deepspeed", "bitsandbytes")
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """`model`: what the rope was and is; `base`: which weights it began with; `method`: full, lora, qlora, …
+
+    Args:
+        model: the live model, a PEFT model included.
+    """
+    config = model.config
+    text = text_config(config)
+    before = lookup(text, RECORD_KEY) or {}
+    parameters = lookup(text, "rope_parameters")
+    facts: dict[str, Any] = {
+        "model": {
+            "type": lookup(text, "model_type"),
+            "original_length": before.get("original_length"),
+            "original_theta": before.get("original_theta"),
+            "max_position_embeddings": lookup(text, "max_position_embeddings"),
+            "rope_parameters": dict(parameters) if isinstance(parameters, Mapping) else parameters,
+        },
+        "base": {"name": lookup(config, "_name_or_path") or None, "revision": lookup(config, "_commit_hash")},
+        "method": "full",
+    }
+    adapters = getattr(model, "peft_config", None)
+    if adapters:
+        adapter = next(iter(adapters.values()))
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type)).lower()
+        facts["method"] = f"q{kind}" if quantization(config) else kind
+        facts["base"] = {
+            "name": adapter.base_model_name_or_path or facts["base"]["name"],
+            "revision": adapter.revision or facts["base"]["revision"],
+        }
+        facts["adapter"] = {
+            key: getattr(adapter, key) for key in ("r", "lora_alpha", "modules_to_save") if hasattr(adapter, key)
+        }
+    return facts
+
+
+def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = None) -> dict[str, Any]:
+    """`trained`, `versions`, `hardware` and, where they are known by name, `data`.
+
+    Args:
+        trainer: a transformers Trainer.
+        drawn: what the collator of this process drew, see `PositionCollator.trained`.
+        data: names of the data sets.
+    """
+    args, state = trainer.args, trainer.state
+    trained: dict[str, Any] = {
+        "steps": state.global_step,
+        "epochs": round(float(state.epoch or 0), 4),
+        "rows_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "learning_rate": args.learning_rate,
+        "processes": args.world_size,
+        # Positions are drawn in each process for its own share; these are the first one's.
+        "first_process": dict(drawn),
+    }
+    facts: dict[str, Any] = {
+        "trained": trained,
+        "versions": versions(),
+        "hardware": hardware(args.world_size),
+    }
+    if data:
+        facts["data"] = list(data)
+    return facts
+
+
+def versions() -> dict[str, str]:
+    from pose_plugin._version import __version__
+
+    found = {"pose_plugin": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def hardware(processes: int) -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{processes} × {torch.cuda.get_device_name()}"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        return f"{processes} × {accelerator.type}"
+    return f"{processes} × CPU ({platform.machine()})"

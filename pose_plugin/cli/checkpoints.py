@@ -1,0 +1,163 @@
+"""The command lines of `pose-plugin check` and `pose-plugin export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from pose_plugin.checkpoints.adapter import is_beacons
+from pose_plugin.utils.errors import PoSEError
+
+
+def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """`pose-plugin check FOLDER`: exit code 0 where all agrees, 1 where something differs."""
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="output folder of a run: a model, an adapter, a checkpoint or a merged model")
+    add("--base", metavar="PATH", help="where an adapter's base is, if not where adapter_config.json says")
+    add("--like", metavar="FOLDER", help="take record and probe from this folder, e.g. the adapter of a merged model")
+    add("--device", default="cpu", help="cpu (default), cuda, …")
+    add("--dtype", help="load in this type instead of the trained one, e.g. bfloat16")
+    add("--trust-remote-code", action="store_true", help="let the folder's own modelling code run")
+    add("--python", metavar="PATH", help="reload with the interpreter of another environment, e.g. transformers 4")
+    add(
+        "--repair", action="store_true", help="with --like: first give the merged model its adapter's config and record"
+    )
+    add("--json", action="store_true", help="print the findings as JSON")
+    return _check
+
+
+def _check(args: argparse.Namespace) -> int:
+    from pose_plugin.checkpoints.check import check_folder
+
+    _require_window(args.folder)
+    if args.repair:
+        from pose_plugin.checkpoints.merge import complete_merged
+        from pose_plugin.export.card import write_card
+
+        if args.like is None:
+            raise PoSEError("--repair takes config, limit and record from a folder; name it with --like")
+        complete_merged(args.folder, args.like)
+        write_card(args.folder)
+    report = check_folder(
+        args.folder,
+        base=args.base,
+        like=args.like,
+        device=args.device,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        python=args.python,
+    )
+    if args.json:
+        findings = [dict(zip(("what", "verdict", "sentence"), each, strict=True)) for each in report.findings]
+        print(json.dumps({"folder": report.folder, "passed": report.passed, "findings": findings}, indent=2))
+    else:
+        print(report)
+    return 0 if report.passed else 1
+
+
+def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """`pose-plugin export FOLDER --engine ENGINE`"""
+    from pose_plugin.export import ENGINES
+
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    add("--engine", required=True, choices=list(ENGINES), help="what will serve it")
+    add("--output", metavar="PATH", help="where to write: the folder of --form 4, the file of --convert")
+    add("--form", choices=["4"], help="write a copy for readers of transformers 4 (weights are linked) to --output")
+    add("--convert", action="store_true", help="llama.cpp, ollama: run llama.cpp's own converter now")
+    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, where convert_hf_to_gguf.py is not on the PATH")
+    add("--outtype", help="for the converter: f32, f16, bf16, q8_0, …")
+    return _export
+
+
+def _export(args: argparse.Namespace) -> int:
+    from pose_plugin.checkpoints.saved import read_saved
+    from pose_plugin.export import OLDER_READERS, exporter
+    from pose_plugin.export.common import require_older_form
+
+    _require_used(args)
+    _require_window(args.folder)
+    saved = read_saved(args.folder)
+    if args.form:
+        from pose_plugin.export.transformers4 import write_older_form
+
+        folder = write_older_form(saved, args.output)
+        print(f"# written for readers of transformers 4: {folder}")
+        # The lines shall name the folder that they are for.
+        saved = replace(saved, path=folder, older=True)
+    elif args.engine in OLDER_READERS:
+        require_older_form(saved, args.engine)
+    made = exporter(args.engine)(saved)
+    if args.convert:
+        from pose_plugin.export.llama_cpp import convert
+
+        arguments = ["--outtype", args.outtype] if args.outtype else []
+        print(f"# converted: {convert(saved, args.llama_cpp, None if args.form else args.output, arguments)}")
+    for name, content in made.files.items():
+        file = saved.path / name
+        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != content:
+            print(f"# {file} exists and is left as it is; ours would be:")
+            print("\n".join(f"#   {line}" for line in content.splitlines()))
+            continue
+        (saved.path / name).write_text(content, encoding="utf-8")
+        print(f"# written: {saved.path / name}")
+    print(made)
+    return 0
+
+
+def _require_used(args: argparse.Namespace) -> None:
+    """Checks, before anything is written, that every option does something.
+
+    Raises:
+        PoSEError: naming the one that would not.
+    """
+    if args.convert and args.engine not in ("llama.cpp", "ollama"):
+        raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
+    if args.form and args.output is None:
+        raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
+    if args.output is not None and not args.form and not args.convert:
+        raise PoSEError(
+            f"--output {args.output} has no effect here: --engine {args.engine} reads {args.folder} where it is. It "
+            "names the folder of --form 4 or the file of --convert"
+        )
+    for name in ("outtype", "llama_cpp"):
+        value = getattr(args, name)
+        if value is not None and not args.convert:
+            raise PoSEError(
+                f"--{name.replace('_', '-')} {value} has no effect without --convert, which runs llama.cpp's converter "
+                "(--engine llama.cpp or ollama)"
+            )
+
+
+def _require_window(folder: str) -> None:
+    """Checks that a folder is about an extended window.
+
+    Raises:
+        PoSEError: it holds beacons.
+    """
+    if is_beacons(folder):
+        raise PoSEError(
+            f"{folder} is an Activation Beacon adapter: it leaves the window and the rope as they are, so there is "
+            "nothing to check or to tell an engine, and no engine runs it. It is read with PEFT and BeaconCache "
+            "(docs/beacon.md); pose-plugin evaluate measures it"
+        )
+
+
+def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """`pose-plugin card FOLDER`"""
+    parser.add_argument("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    parser.add_argument("--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: one in FOLDER")
+    return _card
+
+
+def _card(args: argparse.Namespace) -> int:
+    from pose_plugin.export.card import write_card
+
+    _require_window(args.folder)
+    written = write_card(args.folder, args.evaluation)
+    if written is None:
+        raise PoSEError(f"{args.folder} holds no pose.json and config.json; name a folder that a run has saved")
+    print(f"written: {written}")
+    return 0

@@ -1,0 +1,193 @@
+"""`pose-plugin coverage`: which distances a setting trains, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pose_plugin.utils.errors import PoSEError
+
+if TYPE_CHECKING:
+    from pose_plugin.config import PoSESettings
+    from pose_plugin.positions.coverage import Coverage
+
+EPILOG = """\
+example, 64000 rows (1000 steps of 64) on the way from 2048 to 16384 tokens:
+  pose-plugin coverage --target-length 16384 --train-length 2048 \\
+    --compare pose:3,clamped,none --rows 64000 --output coverage.png
+"""
+# Where all pairs of a row must be listed a row costs as much as a hundred others.
+_DRAWS, _DRAWS_OF_MANY_CHUNKS, _MANY_CHUNKS = 8000, 1000, 32
+_SETTINGS = (
+    "target_length",
+    "train_length",
+    "sampler",
+    "chunks",
+    "variant",
+    "unskipped_ratio",
+    "target_margin",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--target-length", type=int, required=True, help="L_t, the wanted window in tokens")
+    add("--train-length", type=int, required=True, help="L_c, the trained window (Axolotl: sequence_len)")
+    add("--sampler", default="pose", help="pose, clamped, randpos, cream, turns, sentences or none (default pose)")
+    add("--chunks", type=int, default=2, help="N, the chunks of a window (default 2)")
+    add("--variant", default="paper", help="paper or reference: first chunk at most half a window")
+    add("--unskipped-ratio", type=float, default=0.0, help="share of rows left plain (default 0)")
+    add("--target-margin", type=int, default=0, help="sample up to the target + margin (default 0)")
+    add("--compare", metavar="LIST", default="", help="further samplers with commas; :N sets their chunks, "
+        "e.g. pose:3,clamped,randpos")  # fmt: skip
+    add("--every", type=int, metavar="TOKENS", help="turns, sentences: tokens from one border of the simulated rows to "
+        "the next (default 25 for sentences, an eighth of the window for turns)")  # fmt: skip
+    add("--rows", type=int, help="rows of the training: also print how many hold each distance")
+    add("--distances", help="tokens with commas; default: marks up to the target")
+    add("--draws", type=int, help=f"simulated rows (default {_DRAWS}; {_DRAWS_OF_MANY_CHUNKS} for randpos)")
+    add("--seed", type=int, default=0, help="of the simulation (default 0)")
+    add("--output", metavar="FILE", help="the figure, .png, .svg or .pdf; a .csv is written beside it")
+    add("--no-figures", action="store_true", help="write only the .csv, which needs no matplotlib")
+    return run
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates, prints the table, writes the figure and the CSV file.
+
+    Raises:
+        PoSEError: input that cannot work, named before anything is simulated.
+    """
+    from pose_plugin.positions.coverage import coverage
+    from pose_plugin.positions.figure import check_ending, draw_coverage, write_coverage
+
+    for name in ("rows", "draws", "every"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PoSEError(f"--{name} {value} must be at least 1")
+    if args.target_length < 2:
+        raise PoSEError(f"--target-length {args.target_length} must be at least 2, for a pair of positions")
+    settings = _settings(args)
+    distances = _distances(args)
+    output = Path(args.output) if args.output else None
+    if output is not None:
+        _check_output(output)
+        if not args.no_figures:
+            from pose_plugin.evaluation.figures import require_matplotlib
+
+            require_matplotlib()
+            check_ending(output)
+    seen = {}
+    for name, values in settings.items():
+        many = values.sampler in ("randpos", "sentences") or values.chunks > _MANY_CHUNKS
+        draws = args.draws or (_DRAWS_OF_MANY_CHUNKS if many else _DRAWS)
+        seen[name] = coverage(values, draws=draws, seed=args.seed, every=args.every)
+    print(text(seen, distances, args.rows))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        written = [write_coverage(seen, output.with_suffix(".csv"), args.rows)]
+        if not args.no_figures:
+            written.append(draw_coverage(seen, output))
+        print(f"\nWritten: {', '.join(map(str, written))}")
+    return 0
+
+
+def text(seen: Mapping[str, Coverage], distances: list[int], rows: int | None) -> str:
+    """The tables for the terminal: chances, and with `rows` how many of them hold each distance."""
+    values = next(iter(seen.values())).settings
+    title = f"{values.train_length} → {values.target_length} tokens"
+    chances = {name: [f"{c.probability[d]:.3f}" for d in distances] for name, c in seen.items()}
+    parts = [f"Chance that a training row holds two tokens at a distance ({title})"]
+    parts.append(_table(distances, chances))
+    if rows:
+        counts = {name: [f"{c.after(rows)[d]:.0f}" for d in distances] for name, c in seen.items()}
+        parts += [f"\nRows that hold it, of {rows}", _table(distances, counts)]
+    parts.append("")
+    for name, c in seen.items():
+        error = 50 / c.draws**0.5
+        parts.append(f"{name}: {_rare(c)}; {c.draws} simulated rows, standard error at most {error:.1g} %")
+    return "\n".join(parts)
+
+
+def _rare(seen: Coverage) -> str:
+    """How much of the target is hardly trained; the last distances before it always are the rarest."""
+    rare = seen.probability[1:] < 0.01
+    if not rare.any():
+        return "every distance is in 1 % of the rows or more"
+    first = int(rare.argmax()) + 1
+    return f"{rare.sum()} of {len(rare)} distances are in less than 1 % of the rows, the nearest {first}"
+
+
+def _table(distances: list[int], lines: Mapping[str, list[str]]) -> str:
+    name_width = max(map(len, ["distance", *lines]))
+    table = {"distance": [str(d) for d in distances], **lines}
+    widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
+    return "\n".join(
+        "  ".join([name.ljust(name_width), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
+        for name, cells in table.items()
+    )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
+    """Settings by the name of their line, the user's own first."""
+    from pose_plugin.config import parse_settings
+    from pose_plugin.positions.coverage import MOST_POSITIONS
+    from pose_plugin.positions.samplers.basic import WITHOUT_CHUNKS
+
+    own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
+    wanted = [own]
+    for item in filter(None, map(str.strip, args.compare.split(","))):
+        sampler, colon, chunks = item.partition(":")
+        if colon and not chunks.isdigit():
+            raise PoSEError(f"--compare {item}: chunks must be a number, e.g. {sampler or 'pose'}:3")
+        wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
+    settings: dict[str, PoSESettings] = {}
+    for values in wanted:
+        # Some have no chunks or variant; what the options say is for the others.
+        without = ("chunks", "variant") if values["sampler"] in WITHOUT_CHUNKS else ("variant",)
+        if values["sampler"] in (*WITHOUT_CHUNKS, "turns"):
+            values = {name: value for name, value in values.items() if name not in without}
+        parsed = parse_settings(values, where="pose")
+        settings.setdefault(_label(parsed), parsed)
+    if args.target_length + args.target_margin > MOST_POSITIONS:
+        raise PoSEError(
+            f"--target-length {args.target_length} and its margin are more than the {MOST_POSITIONS} "
+            "positions that can be simulated; give smaller numbers in the same proportion"
+        )
+    return settings
+
+
+def _label(settings: PoSESettings) -> str:
+    from pose_plugin.positions.samplers.basic import WITHOUT_CHUNKS
+
+    if settings.sampler in WITHOUT_CHUNKS:
+        return settings.sampler
+    chunks = f"{settings.chunks} chunk{'s' if settings.chunks != 1 else ''}"
+    reference = ", reference" if settings.variant == "reference" else ""
+    return f"{settings.sampler}, {chunks}{reference}"
+
+
+def _distances(args: argparse.Namespace) -> list[int]:
+    window, target = args.train_length, args.target_length
+    if args.distances is None:
+        marks = {window // 2, 3 * window // 4, window - 1, target // 4, target // 2, 3 * target // 4}
+        marks |= {target - window, target - window // 2, target - 1}
+        return sorted(d for d in marks if 0 < d < target)
+    try:
+        chosen = sorted({int(part) for part in args.distances.split(",")})
+    except ValueError:
+        raise PoSEError(f"--distances {args.distances} must be tokens, e.g. 1024,4096") from None
+    outside = [d for d in chosen if not 0 < d < target]
+    if outside:
+        raise PoSEError(f"--distances {outside[0]} must be from 1 to {target - 1}, below the target")
+    return chosen
+
+
+def _check_output(output: Path) -> None:
+    if output.is_dir():
+        raise PoSEError(f"--output {output} is a folder; name a file, e.g. {output / 'coverage.png'}")
+    if any(parent.is_file() for parent in output.parents):
+        raise PoSEError(f"--output {output} lies inside a file, not a folder; name another place")

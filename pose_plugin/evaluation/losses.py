@@ -1,0 +1,120 @@
+"""The loss of every token of a window without [tokens × vocab] logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pose_plugin.evaluation.memory import LOGIT_BYTES
+from pose_plugin.evaluation.model import device_of, head_doing, innermost, takes
+from pose_plugin.utils.errors import PoSEError
+
+
+class TokenLoss:
+    """-log p of every token given those before it; call it within `evaluating(model)`.
+
+    Within one forward, where the model would make logits of all its hidden states, they are made of a few rows at a
+    time and scored. Whether that is all the model does is tested on eight tokens first. Where it is not (a head of its
+    own kind, a PEFT method at work in the outer forward) the whole forward is run for each piece.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        PoSEError: a model that allows neither.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        vocab = innermost(model).config.get_text_config().vocab_size
+        self.rows = max(1, LOGIT_BYTES // 4 // vocab)
+        self.at_head = self._agrees(torch.arange(8, device=device_of(model))[None] % vocab)
+        if not self.at_head and not takes(model, "logits_to_keep"):
+            raise PoSEError(
+                f"model={type(innermost(model)).__name__} changes its logits in its own way and takes no "
+                "logits_to_keep, so perplexity cannot be measured in pieces; use a transformers model class"
+            )
+
+    def __call__(self, input_ids: torch.Tensor, chunk: int | None = None, **forward: Any) -> torch.Tensor:
+        """The loss in nats of tokens 1 … T-1.
+
+        Args:
+            input_ids: [B, T] on the model's device, no padding.
+            chunk: tokens read at a time with the key-value cache; None: all at once, without one.
+            forward: more arguments of a forward that reads all at once, e.g. position_ids.
+
+        Returns:
+            float32 [B, T-1] on the CPU
+        """
+        length = input_ids.shape[1]
+        chunk = None if chunk is None or chunk >= length else chunk
+        run = self._at_head if self.at_head else self._in_pieces
+        return torch.cat(run(input_ids, chunk, forward), 1)
+
+    def _at_head(self, input_ids: torch.Tensor, chunk: int | None, forward: dict[str, Any]) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        per_row = max(1, self.rows // input_ids.shape[0])
+        start, step, cache = 0, chunk or input_ids.shape[1], None
+
+        def score(head: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            targets = input_ids[:, start + 1 : start + 1 + hidden.shape[1]]
+            for first in range(0, targets.shape[1], per_row):
+                piece = targets[:, first : first + per_row]
+                logits = self._after_head(head(hidden[:, first : first + piece.shape[1]]))
+                losses.append(_loss(logits, piece))
+            # What the model does to logits it may do to these.
+            return hidden.new_zeros(*hidden.shape[:-1], 1)
+
+        with head_doing(self.model, score):
+            for start in range(0, input_ids.shape[1], step):
+                piece = input_ids[:, start : start + step]
+                cached = {} if chunk is None else {"past_key_values": cache}
+                output = self.model(input_ids=piece, use_cache=chunk is not None, **cached, **forward)
+                cache = None if chunk is None else output.past_key_values
+        return losses
+
+    def _in_pieces(self, input_ids: torch.Tensor, chunk: int | None, forward: dict[str, Any]) -> list[torch.Tensor]:
+        losses, cache, length = [], None, input_ids.shape[1]
+        per_row = max(1, self.rows // input_ids.shape[0])
+        step = per_row if chunk is None else min(chunk, per_row)
+        for start in range(0, length - 1, step):
+            if chunk is None:
+                keep = torch.arange(start, min(start + step, length - 1), device=input_ids.device)
+                output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **forward)
+            else:
+                piece = input_ids[:, start : start + step]
+                output = self.model(input_ids=piece, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+            targets = input_ids[:, start + 1 : start + step + 1]
+            losses.append(_loss(output.logits[:, : targets.shape[1]], targets))
+        return losses
+
+    def _after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        """What Cohere, Granite and Gemma 2 do to the output of the head."""
+        config = innermost(self.model).config.get_text_config()
+        if scale := getattr(config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _agrees(self, probe: torch.Tensor) -> bool:
+        if any(config.peft_type != "LORA" for config in getattr(self.model, "peft_config", {}).values()):
+            return False
+        try:
+            mine = torch.cat(self._at_head(probe, None, {}) or [torch.empty(0, 0)], 1)
+        except (PoSEError, RuntimeError, AttributeError, TypeError, IndexError):
+            return False
+        whole = _loss(self.model(input_ids=probe, use_cache=False).logits[:, :-1], probe[:, 1:])
+        tolerance = 1e-4 if next(self.model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
+        return mine.shape == whole.shape and torch.allclose(mine, whole, rtol=tolerance, atol=tolerance)
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[B, N, vocab] and [B, N] → float32 [B, N] on the CPU."""
+    return F.cross_entropy(logits.float().mT, targets, reduction="none").cpu()

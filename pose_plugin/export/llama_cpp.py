@@ -1,0 +1,116 @@
+"""llama.cpp: its converter writes the rope into the GGUF file, and the programs read it from there.
+
+Read in the source that PyPI's llama-cpp-python 0.3.36 carries (ggml-org/llama.cpp at 0c1e57098, conversion/base.py,
+conversion/llama.py, src/llama-context.cpp), and run with it: logits of a tiny model past its old window agree with
+transformers' for linear, ntk, base, yarn and llama3 (benchmarks/engines.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.export.common import Export, merge_lines, merged_path
+from pose_plugin.utils.errors import PoSEError
+
+CONVERTER = "convert_hf_to_gguf.py"
+# Their converters write frequency lists; the others would drop them without a word.
+_WITH_LISTS = ("phi3", "phimoe", "minicpm", "minicpm3")
+
+
+def export(saved: Saved) -> Export:
+    """
+    Raises:
+        PoSEError: a rope that the GGUF file cannot hold for this model.
+    """
+    if saved.kind == "longrope" and saved.model_type not in _WITH_LISTS:
+        raise PoSEError(
+            f"llama.cpp's converter writes no frequency list for model type {saved.model_type!r}, so "
+            f"rope_type={saved.kind} would be served at the base's frequencies. Train with rope: yarn, or serve with "
+            "transformers, vLLM or SGLang"
+        )
+    if saved.kind not in ("default", "linear", "yarn", "llama3", "longrope"):
+        raise PoSEError(
+            f"llama.cpp knows no rope_type={saved.kind}; train with rope: linear, ntk, base, yarn or llama3"
+        )
+    notes = [f"the file carries the rope; {same_as_flags(saved)}"]
+    if abs(saved.extra_attention - 1) > 1e-6:
+        notes.append(
+            f"llama.cpp computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
+            f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
+        )
+    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
+    folder = merged_path(saved) if saved.base else str(saved.path)
+    file = gguf_file(saved)
+    return Export(
+        [
+            *lines,
+            f"python {CONVERTER} {shlex.quote(folder)} --outfile {shlex.quote(file)}",
+            f"llama-server -m {shlex.quote(file)} -c {saved.maximum}",
+        ],
+        notes,
+    )
+
+
+def gguf_file(saved: Saved) -> str:
+    return str(saved.path / f"{saved.path.resolve().name}.gguf")
+
+
+def same_as_flags(saved: Saved) -> str:
+    """What a GGUF of the plain base would have to be told; given beside the file's own they change nothing."""
+    if saved.kind == "llama3":
+        return "Llama 3's scaling is a tensor in it, for which there are no flags"
+    if saved.kind == "longrope":
+        return "the frequency lists are tensors in it, for which there are no flags"
+    flags = [f"--rope-freq-base {saved.rope['rope_theta']:.17g}"]
+    if saved.kind in ("linear", "yarn"):
+        flags = [f"--rope-scaling {saved.kind}", f"--rope-scale {saved.factor:g}"]
+    if saved.kind == "yarn":
+        flags.append(f"--yarn-orig-ctx {saved.rope['original_max_position_embeddings']}")
+    return f"a GGUF of the plain base would need {' '.join(flags)}"
+
+
+def find_converter(home: str | None) -> Path:
+    """llama.cpp's own converter.
+
+    Raises:
+        PoSEError: it is not where it was said to be, nor on the PATH.
+    """
+    if home is None:
+        found = shutil.which(CONVERTER)
+        if found is None:
+            raise PoSEError(
+                f"{CONVERTER} is not on the PATH; name the folder of your llama.cpp with --llama-cpp DIR, or run the "
+                "printed lines yourself"
+            )
+        return Path(found)
+    path = Path(home)
+    path = path / CONVERTER if path.is_dir() else path
+    if not path.is_file():
+        raise PoSEError(f"--llama-cpp {home}: there is no {CONVERTER}; name the folder of a llama.cpp checkout")
+    return path
+
+
+def convert(saved: Saved, home: str | None, output: str | None, arguments: list[str] | None = None) -> Path:
+    """Runs llama.cpp's converter on a full model.
+
+    Returns: the GGUF file.
+
+    Raises:
+        PoSEError: an adapter, no converter, or one that failed, with its last lines.
+    """
+    export(saved)
+    if saved.base is not None:
+        raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(export(saved).lines[:2]))
+    converter = find_converter(home)
+    file = Path(output or gguf_file(saved))
+    command = [sys.executable, str(converter), str(saved.path), "--outfile", str(file), *(arguments or [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0 or not file.is_file():
+        said = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise PoSEError(f"{converter} failed with code {done.returncode}:\n{said}")
+    return file

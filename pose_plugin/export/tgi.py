@@ -1,0 +1,27 @@
+"""Text Generation Inference reads the keys of transformers 4, which stand in the same config.json. Not run here."""
+
+from __future__ import annotations
+
+import shlex
+
+from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.export.common import Export, merge_lines, merged_path, quoted
+
+
+def export(saved: Saved) -> Export:
+    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
+    folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
+    notes = ["no --rope-scaling here: it would be applied beside what config.json says"]
+    if not saved.older:
+        notes.append(
+            "TGI runs on transformers 4, which does not load a tokenizer that transformers 5 has saved: point it at "
+            "the folder of `pose-plugin export … --engine tgi --form 4 --output FOLDER`"
+        )
+    return Export(
+        [
+            *lines,
+            f"text-generation-launcher --model-id {folder} --max-input-tokens {saved.maximum - 1} "
+            f"--max-total-tokens {saved.maximum}",
+        ],
+        notes,
+    )

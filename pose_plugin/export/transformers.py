@@ -1,0 +1,32 @@
+"""transformers 5 reads the folder as it is; transformers 4 reads the older keys that stand beside the new ones."""
+
+from __future__ import annotations
+
+from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.export.common import Export
+
+
+def export(saved: Saved) -> Export:
+    folder = str(saved.path)
+    if saved.base is None:
+        lines = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f'model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype="auto")',
+            f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
+        ]
+    else:
+        lines = [
+            "from peft import PeftModel",
+            "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
+            f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's own: the base's has not the extension",
+            f'base = AutoModelForCausalLM.from_pretrained({saved.base.name!r}, config=config, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {folder!r})",
+            f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
+        ]
+    notes = ["with this package: model = pose_plugin.load_extended(folder)"] if saved.base else []
+    if not saved.older:
+        notes.append(
+            "transformers 4 reads rope_theta and rope_scaling of the same config.json, but not a tokenizer that "
+            "transformers 5 has saved: add --form 4 --output FOLDER"
+        )
+    return Export(lines, notes)

@@ -1,0 +1,201 @@
+"""README.md: metadata that the hub takes, a part of ours, and everything that others wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+from pose_plugin.cli.main import main
+from pose_plugin.export.card import BEGIN, END, write_card
+from pose_plugin.utils.errors import PoSEError
+from tests.checkpoints.saved_models import edit, save_adapter, save_full
+from tests.forked import CaseError, forked
+
+pytest.importorskip("peft")
+
+REPORT = (
+    "**Passkey accuracy ± standard error**\n\n| model | 64 | 512 |\n| --- | ---: | ---: |\n| full | 1.00 | 0.98 |\n"
+)
+
+
+@pytest.fixture
+def full(tmp_path) -> Path:
+    save_full(tmp_path / "full")
+    return tmp_path / "full"
+
+
+def card(folder: Path) -> ModelCard:
+    assert write_card(folder) == folder / "README.md"
+    return ModelCard.load(folder / "README.md")
+
+
+def test_metadata(full):
+    data = card(full).data
+    assert isinstance(data, ModelCardData)
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert data.tags == ["long-context", "context-window-extension", "pose", "yarn"]
+    # The base is a folder here, and the hub takes names of repositories only.
+    assert data.base_model is None and data.datasets is None
+
+
+def test_names_of_the_hub_are_kept_and_paths_are_not(full):
+    edit(
+        full / "pose.json",
+        lambda record: record.update(
+            base={"name": "meta-llama/Llama-2-7b-hf", "revision": None},
+            data=["emozilla/pg19", "/data/rows.jsonl", "rows.jsonl"],
+        ),
+    )
+    data = card(full).data
+    assert data.base_model == "meta-llama/Llama-2-7b-hf" and data.datasets == ["emozilla/pg19"]
+    assert "rows.jsonl" in (full / "README.md").read_text()
+
+
+def test_what_is_said(full):
+    text = card(full).text
+    for line in (
+        "# full: a context window of 512 tokens",
+        "| window, tokens | 64 → 512 (8×) |",
+        "windows of 64 tokens; all weights",
+        "YaRN ([arXiv 2309.00071](https://arxiv.org/abs/2309.00071)), factor 8",
+        "| theta before → after | 10000.0 → 10000.0 |",
+        "vllm serve full --max-model-len 512",
+        "llama-server -m full/full.gguf -c 512",
+        "Extended to 512 tokens",
+        "@inproceedings{zhu2024pose",
+        "pose-plugin evaluate full --lengths 64,512 --output full/evaluation",
+    ):
+        assert line in text, line
+
+
+def test_theta_after(tmp_path):
+    save_full(tmp_path / "model", {"type": "base", "theta": 1e6})
+    assert "| theta before → after | 10000.0 → 1000000.0 |" in card(tmp_path / "model").text
+
+
+def test_adapter(tmp_path):
+    save_adapter(tmp_path / "adapter", modules_to_save=["embed_tokens"])
+    # PEFT has written its card, with the local base in its metadata.
+    before = (tmp_path / "adapter" / "README.md").read_text()
+    assert str(tmp_path) in before.split("---")[1]
+    written = card(tmp_path / "adapter")
+    assert written.data.library_name == "peft" and written.data.base_model is None
+    assert not any(str(tmp_path) in tag for tag in written.data.tags) and "lora" in written.data.tags
+    assert "LoRA of rank 4 and whole embed_tokens" in written.text
+    assert "Model Card for Model ID" in written.text
+
+
+def test_others_text_and_metadata_stay_and_ours_is_renewed(full):
+    (full / "README.md").write_text("---\nlicense: apache-2.0\ntags: [mine]\n---\n# Mine\n\nWords with a | pipe.\n")
+    first = card(full)
+    edit(full / "pose.json", lambda record: record.update(hardware="8 × H100"))
+    second = card(full)
+    assert second.data.license == "apache-2.0" and second.data.tags[0] == "mine"
+    assert second.text.endswith("# Mine\n\nWords with a | pipe.\n")
+    assert second.text.count(BEGIN) == second.text.count(END) == 1
+    assert "8 × H100" in second.text and "8 × H100" not in first.text
+
+
+def test_readme_without_metadata(full):
+    (full / "README.md").write_text("# Mine\n")
+    assert card(full).text.endswith("# Mine\n")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_evaluation(full, tmp_path, inside, capsys):
+    judged = full / "judged" if inside else tmp_path / "judged"
+    judged.mkdir()
+    (judged / "report.md").write_text(REPORT)
+    (judged / "results.json").write_text("{}")
+    (judged / "passkey.png").write_bytes(b"png")
+    assert main(["card", str(full), *([] if inside else ["--evaluation", str(judged)])]) == 0
+    text = (full / "README.md").read_text()
+    name = "judged" if inside else "evaluation"
+    assert "| full | 1.00 | 0.98 |" in text and f"![passkey]({name}/passkey.png)" in text
+    assert (full / name / "passkey.png").exists() and "Not evaluated" not in text
+
+
+def test_bad_input(full, tmp_path, capsys):
+    assert main(["card", str(tmp_path)]) == 2
+    assert "holds no pose.json and config.json" in capsys.readouterr().err
+    with pytest.raises(PoSEError, match=r"has no report\.md.*--output"):
+        write_card(full, tmp_path)
+
+
+def test_foreign_folders_get_no_card(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert write_card(tmp_path) is None and not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"# Mine \xe9\n", b"---\nlicense: [mit\n---\n# Mine\n", b"---\n- a\n---\n# Mine\n"]
+)
+def test_a_readme_that_cannot_be_read_is_left_as_it_is(full, content, capsys):
+    (full / "README.md").write_bytes(content)
+    assert main(["card", str(full)]) == 2
+    assert "README.md was left as it is" in capsys.readouterr().err
+    assert (full / "README.md").read_bytes() == content
+
+
+def test_a_mark_of_byte_order_hides_no_metadata(full):
+    (full / "README.md").write_bytes(b"\xef\xbb\xbf---\nlicense: mit\n---\n# Mine\n")
+    assert card(full).data.license == "mit"
+
+
+def test_at_the_end_of_a_run_a_half_written_tokenizer_is_waited_for(full, monkeypatch, caplog):
+    """Axolotl writes the tokenizer on every rank, and the one that writes the card may find it half written."""
+    from pose_plugin.training import saving
+
+    file = full / "tokenizer_config.json"
+    whole, waits = file.read_text(), []
+
+    def another_rank_goes_on(seconds):
+        waits.append(seconds)
+        file.write_text(whole if len(waits) == 2 else "")
+
+    monkeypatch.setattr(saving.time, "sleep", another_rank_goes_on)
+    file.write_text("")
+    saving.complete_card(full)
+    assert len(waits) == 2 and BEGIN in (full / "README.md").read_text() and not caplog.records
+
+    waits[:] = [0.0] * 2
+    file.write_text("")
+    saving.complete_card(full)
+    assert "no model card" in caplog.text and "not valid JSON" in caplog.text
+
+
+def test_words_outlive_a_run_that_is_killed_while_another_card_is_in_their_place(tmp_path):
+    """A real kill while the framework writes its card, and a second run into the same folder."""
+    pytest.importorskip("transformers")
+    readme = tmp_path / "README.md"
+    readme.write_text("my words\n")
+
+    def run(killed: bool) -> None:
+        from pose_plugin.training.saving import with_our_card
+
+        def create() -> None:
+            readme.write_text("the framework's\n")
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(output_dir=str(tmp_path)),
+            is_world_process_zero=lambda: True,
+            processing_class=None,
+            create_model_card=create,
+        )
+        with_our_card(trainer, 512)
+        trainer.create_model_card()
+
+    with pytest.raises(CaseError, match="the child died"):
+        forked(run, True)
+    assert readme.read_text() == "the framework's\n"
+    forked(run, False)
+    assert readme.read_text() == "my words\n" and list(tmp_path.iterdir()) == [readme]

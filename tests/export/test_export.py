@@ -1,0 +1,373 @@
+"""`pose-plugin export`: the lines say what each engine would not derive by itself, and nothing is scaled twice."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pose_plugin.checkpoints import check, reload_worker
+from pose_plugin.checkpoints.saved import read_saved
+from pose_plugin.cli.main import main
+from pose_plugin.export import ENGINES, exporter
+from pose_plugin.export import sglang as sglang_engine
+from pose_plugin.export import vllm as vllm_engine
+from pose_plugin.utils.errors import PoSEError
+from tests.checkpoints.saved_models import ROPES, TARGET, edit, save_adapter, save_full
+from tests.export import engine_rules
+
+pytest.importorskip("peft")
+
+ALL = {**ROPES, "own attention": {"type": "yarn", "attention_factor": 1.5}}
+DIM = 16
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    for name, rope in ALL.items():
+        save_full(folder / name, rope)
+        save_adapter(folder / f"{name} adapter", rope)
+    save_adapter(folder / "whole adapter", "yarn", modules_to_save=["embed_tokens"])
+    return folder
+
+
+def options(line: str) -> dict[str, str]:
+    """--key value, as a shell splits them."""
+    words = shlex.split(line)
+    return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+# -- vLLM and SGLang: the rule by which they derive maximum and frequencies, on our output -------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_maxima(home, name):
+    """The line asks for the target, which is allowed; without it linear would get 8 times the target."""
+    saved = read_saved(home / name)
+    config = config_of(home / name)
+    by_itself, most = engine_rules.vllm_maxima(config, tokenizer_maximum=TARGET)
+    assert vllm_engine.derived_maximum(saved.rope, saved.maximum, TARGET) == most
+    top = config.get("original_max_position_embeddings")
+    assert vllm_engine.default_maximum(saved.rope, saved.maximum, TARGET, top_original=top) == by_itself
+    asked = int(options(exporter("vllm")(saved).lines[0])["--max-model-len"])
+    assert asked == TARGET <= most
+    assert by_itself == {"linear": 8 * TARGET, "yarn-revised": 64}.get(name, TARGET)
+
+    by_itself, most = engine_rules.sglang_maxima(config)
+    assert sglang_engine.derived_maximum(saved.rope, saved.maximum) == by_itself
+    asked = int(options(exporter("sglang")(saved).lines[0])["--context-length"])
+    assert asked == TARGET <= most
+    assert by_itself == {"linear": 8 * TARGET}.get(name, TARGET)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_they_would_take_by_themselves_is_said(home, name):
+    for engine, wrong in (("vllm", {"linear": 4096, "yarn-revised": 64}), ("sglang", {"linear": 4096})):
+        notes = " ".join(exporter(engine)(read_saved(home / name)).notes)
+        assert (f"would take {wrong.get(name)}, not 512" in notes) is (name in wrong)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ALL)
+def test_frequencies(home, name, engine, adapter):
+    """Row by row of the engine's table: what the trained model has, at the last position of the target too."""
+    folder = home / (f"{name} adapter" if adapter else name)
+    saved = read_saved(folder)
+    (line,) = exporter(engine)(saved).lines
+    told = options(line).get("--hf-overrides" if engine == "vllm" else "--json-model-override-args", "{}")
+    # The engine starts from the model that it is given, an adapter's plain base.
+    config = config_of(home / "base" if adapter else folder)
+    config.update(json.loads(told))
+    assert config["max_position_embeddings"] == TARGET
+    probe = json.loads((folder / "pose_probe.json").read_text())["frequencies"]
+    (trained,) = probe.values()
+    row = {"vllm": engine_rules.vllm_row, "sglang": engine_rules.sglang_row}[engine]
+    for position in (1, 64, TARGET - 1):
+        angles, scale = row(config["rope_parameters"], DIM, position, TARGET)
+        np.testing.assert_allclose(angles, position * np.array(trained["inv_freq"]), rtol=1e-5)
+        assert scale == pytest.approx(trained["scale"], rel=1e-6)
+
+
+def test_the_rules_can_fail(home):
+    """Told nothing, an engine that starts from the plain base has other frequencies; longrope another scale."""
+    trained = json.loads((home / "yarn" / "pose_probe.json").read_text())["frequencies"]["model.rotary_emb.inv_freq"]
+    plain = config_of(home / "base")["rope_parameters"]
+    angles, _ = engine_rules.vllm_row(plain, DIM, 63, TARGET)
+    assert not np.allclose(angles, 63 * np.array(trained["inv_freq"]), rtol=1e-2)
+    revised = config_of(home / "yarn-revised")["rope_parameters"]
+    _, scale = engine_rules.vllm_row(revised, DIM, 63, TARGET)
+    assert scale != pytest.approx(revised["attention_factor"], rel=1e-2)
+
+
+def edited(folder: Path, change: Any) -> Any:
+    edit(folder / "config.json", change)
+    return read_saved(folder)
+
+
+def test_a_rope_nested_by_layer_type_is_handed_over_whole(tmp_path):
+    """Of which only the layers that see far get the scale."""
+    save_full(tmp_path / "model", "yarn-revised")
+
+    def nest(values: dict[str, Any]) -> None:
+        flat = values["rope_parameters"]
+        sliding = {"rope_type": "default", "rope_theta": 10000.0}
+        values["rope_parameters"] = {"full_attention": flat, "sliding_attention": sliding}
+
+    line = exporter("vllm")(edited(tmp_path / "model", nest)).lines[0]
+    told = json.loads(options(line)["--hf-overrides"])["rope_parameters"]
+    assert told["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert told["full_attention"]["long_mscale"] == told["full_attention"]["attention_factor"]
+
+
+def test_an_adapter_of_a_multimodal_base_is_merged(tmp_path):
+    save_adapter(tmp_path / "adapter", "yarn")
+
+    def wrap(values: dict[str, Any]) -> None:
+        text = dict(values)
+        values.clear()
+        values.update(model_type="some_vl", text_config=text)
+
+    saved = edited(tmp_path / "adapter", wrap)
+    for engine in ("vllm", "sglang"):
+        made = exporter(engine)(saved)
+        assert "merge_and_unload" in made.lines[0] and "text_config" in made.notes[-1]
+
+
+def test_a_lost_tokenizer_limit_is_told(home, tmp_path):
+    save_full(tmp_path / "model", "linear")
+    edit(tmp_path / "model" / "tokenizer_config.json", lambda values: values.update(model_max_length=32))
+    with pytest.raises(PoSEError, match=r"vLLM would allow 256 tokens.*tokenizer's model_max_length"):
+        exporter("vllm")(read_saved(tmp_path / "model"))
+
+
+# -- every engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_command(home, engine, capsys):
+    assert main(["export", str(home / "yarn"), "--engine", engine]) == 0
+    out = capsys.readouterr().out
+    assert str(home / "yarn") in out
+    assert ("512" in out) is (engine not in ("transformers", "ollama"))
+
+
+def test_adapters_with_whole_modules_are_merged_first(home):
+    for engine in ("vllm", "sglang", "llama.cpp", "tgi"):
+        first, second, *rest = exporter(engine)(read_saved(home / "whole adapter")).lines
+        assert "merge_and_unload" in first and "--repair" in second
+        assert "whole adapter/merged" in rest[0]
+
+
+def test_merge_lines_are_what_they_say(home, tmp_path, monkeypatch):
+    """Run as printed, in one process."""
+    save_adapter(tmp_path / "adapter", "linear")
+    first, second, *_ = exporter("llama.cpp")(read_saved(tmp_path / "adapter")).lines
+    python, flag, code = shlex.split(first)
+    assert (python, flag) == ("python", "-c")
+    exec(code, {})
+    monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: reload_worker.answer(request))
+    assert main(shlex.split(second)[1:]) == 0
+
+
+@pytest.mark.parametrize("name", ["yarn", "yarn adapter"])
+def test_transformers_lines_run(home, name):
+    names: dict[str, Any] = {}
+    exec("\n".join(exporter("transformers")(read_saved(home / name)).lines), names)
+    assert names["model"].config.max_position_embeddings == TARGET
+    assert names["tokenizer"].model_max_length == TARGET
+    answers = reload_worker.measure(names["model"], json.loads((home / name / "pose_probe.json").read_text()))
+    wanted = json.loads((home / name / "pose_probe.json").read_text())["logits"]
+    np.testing.assert_allclose(answers["logits"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("linear", "--rope-scaling linear --rope-scale 8"),
+        ("yarn", "--rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 64"),
+        ("base", "--rope-freq-base 1000000"),
+        ("llama3", "no flags"),
+    ],
+)
+def test_llama_cpp_flags_for_a_plain_base(home, name, flags):
+    assert flags in " ".join(exporter("llama.cpp")(read_saved(home / name)).notes)
+
+
+def test_llama_cpp_refuses_what_its_converter_drops(home):
+    with pytest.raises(PoSEError, match=r"writes no frequency list for model type 'llama'.*rope: yarn"):
+        exporter("llama.cpp")(read_saved(home / "yarn-revised"))
+    notes = " ".join(exporter("llama.cpp")(read_saved(home / "own attention")).notes)
+    assert "ignores attention_factor=1.5" in notes
+
+
+def test_llama_cpps_own_converter_is_run(home, tmp_path, capsys):
+    """A stand-in that writes down its arguments; the real one is run in benchmarks/engines.py."""
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text("import json, sys\nopen(sys.argv[3], 'w').write(json.dumps(sys.argv[1:]))\n")
+    file = tmp_path / "out.gguf"
+    command = ["export", str(home / "yarn"), "--engine", "llama.cpp", "--convert", "--llama-cpp", str(tmp_path)]
+    assert main([*command, "--output", str(file), "--outtype", "f16"]) == 0
+    assert json.loads(file.read_text()) == [str(home / "yarn"), "--outfile", str(file), "--outtype", "f16"]
+    script.write_text("import sys\nsys.exit('no such architecture')\n")
+    file.unlink()
+    assert main([*command, "--output", str(file)]) == 2
+    assert "no such architecture" in capsys.readouterr().err
+
+
+def test_ollama_writes_a_modelfile(home):
+    assert main(["export", str(home / "linear"), "--engine", "ollama"]) == 0
+    assert (home / "linear" / "Modelfile").read_text() == "FROM ./linear.gguf\nPARAMETER num_ctx 512\n"
+
+
+# -- transformers 4 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_older_form(home, tmp_path, name, capsys):
+    command = ["export", str(home / name), "--engine", "transformers", "--form", "4", "--output", str(tmp_path / "old")]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert str(tmp_path / "old") in said and "--form 4" not in said
+    assert main([*command[:2], "--engine", "transformers"]) == 0 and "--form 4" in capsys.readouterr().out
+    before, after = config_of(home / name), config_of(tmp_path / "old")
+    assert "rope_parameters" not in after and after["rope_theta"] == before["rope_parameters"]["rope_theta"]
+    scaling = after["rope_scaling"]
+    assert scaling is None if name in ("ntk", "base") else scaling == before["rope_parameters"]
+    assert after["torch_dtype"] == before["dtype"] and after["max_position_embeddings"] == TARGET
+    # transformers 5 names a class that transformers 4 does not know.
+    assert json.loads((home / name / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    written = json.loads((tmp_path / "old" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["model_max_length"] == TARGET
+    assert (tmp_path / "old" / "model.safetensors").read_bytes() == (home / name / "model.safetensors").read_bytes()
+    # The folder it was made from is as it was.
+    assert config_of(home / name) == before
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "ollama", "tgi"])
+def test_a_folder_in_the_newer_form_alone(tmp_path, engine, capsys):
+    """As checkpoints are: an engine that reads the older keys would see no extension."""
+    folder = tmp_path / "checkpoint-2"
+    save_full(folder, "yarn")
+    edit(folder / "config.json", lambda values: values.pop("rope_scaling"))
+    assert main(["export", str(folder), "--engine", engine]) == 2
+    said = capsys.readouterr().err
+    assert "has no rope_scaling" in said and f"readers of {engine}" in said and "--form 4 --output FOLDER" in said
+    assert main(["export", str(folder), "--engine", "vllm"]) == 0
+    assert main(["export", str(folder), "--engine", engine, "--form", "4", "--output", str(tmp_path / "old")]) == 0
+    assert config_of(tmp_path / "old")["rope_scaling"]["rope_type"] == "yarn"
+    # Plain RoPE with another base needs no such key.
+    save_full(tmp_path / "ntk", "ntk")
+    edit(tmp_path / "ntk" / "config.json", lambda values: values.pop("rope_scaling", None))
+    assert main(["export", str(tmp_path / "ntk"), "--engine", engine]) == 0
+
+
+def test_older_form_still_loads_in_transformers_5(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: reload_worker.answer(request))
+    main(["export", str(home / "yarn"), "--engine", "tgi", "--form", "4", "--output", str(tmp_path / "old")])
+    report = check.check_folder(tmp_path / "old")
+    assert report.passed, str(report)
+
+
+# -- input that cannot work --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{tmp}/nothing", "--engine", "vllm"], ["is no folder"]),
+        (["{tmp}", "--engine", "vllm"], ["has no config.json"]),
+        (["{home}/yarn", "--engine", "vllm", "--form", "4"], ["--output FOLDER"]),
+        (["{home}/yarn", "--engine", "vllm", "--form", "4", "--output", "{home}/base"], ["exists and is not empty"]),
+        (["{home}/yarn", "--engine", "vllm", "--convert"], ["--engine vllm does not read"]),
+        (["{home}/yarn", "--engine", "vllm", "--output", "{tmp}/x"], ["/x has no effect here", "--form 4 or the file"]),
+        (["{home}/yarn", "--engine", "llama.cpp", "--outtype", "f16"], ["--outtype f16 has no effect without --conv"]),
+        (["{home}/yarn", "--engine", "vllm", "--llama-cpp", "{tmp}"], ["has no effect without --convert"]),
+        (["{home}/yarn", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"], ["no convert_hf_to_gguf.py"]),
+        (
+            ["{home}/yarn adapter", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{tmp}"],
+            ["is an adapter; merge it first", "merge_and_unload"],
+        ),
+    ],
+    ids=[
+        *(
+            "no folder",
+            "no config",
+            "form without output",
+            "output in use",
+            "convert",
+            "output",
+            "outtype",
+            "llama.cpp",
+        ),
+        *("no converter", "adapter"),
+    ],
+)
+def test_bad_input(home, tmp_path, capsys, arguments, words):
+    assert main(["export", *(each.format(tmp=tmp_path, home=home) for each in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_a_reader_that_has_enough(home):
+    """`pose-plugin export … | head -c1`"""
+    import os
+    import subprocess
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pose_plugin", "export", str(home / "yarn"), "--engine", "vllm"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_without_heavy_imports():
+    """Printing lines needs neither torch nor transformers."""
+    import subprocess
+
+    code = (
+        "import sys, pose_plugin.export as e; [e.exporter(n) for n in e.ENGINES]; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_modelfile_of_the_users_is_left_as_it_is(tmp_path, capsys):
+    save_full(tmp_path / "my model", "linear")
+    file = tmp_path / "my model" / "Modelfile"
+    file.write_text("FROM mine\n")
+    assert main(["export", str(tmp_path / "my model"), "--engine", "ollama"]) == 0
+    out = capsys.readouterr().out
+    assert file.read_text() == "FROM mine\n" and f"{file} exists and is left as it is" in out
+    assert f"ollama create 'my model' -f '{file}'" in out
+
+
+def test_only_weights_are_linked_into_the_older_form(tmp_path):
+    save_full(tmp_path / "full", "linear")
+    (tmp_path / "full" / "README.md").write_text("# Mine\n")
+    older = tmp_path / "older"
+    assert main(["export", str(tmp_path / "full"), "--engine", "tgi", "--form", "4", "--output", str(older)]) == 0
+    (older / "README.md").write_text("# Another\n")
+    assert (tmp_path / "full" / "README.md").read_text() == "# Mine\n"
+    assert (older / "model.safetensors").samefile(tmp_path / "full" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "words", [["check"], ["card"], ["export", "--engine", "vllm"], ["export", "--engine", "ollama"]]
+)
+def test_beacons_are_for_no_engine(tmp_path, words, capsys):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "POSE_PLUGIN_BEACON"}))
+    assert main([*words, str(tmp_path)]) == 2
+    assert f"{tmp_path} is an Activation Beacon adapter" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter_config.json"]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from pose_plugin.utils.log import log, show_log
+
+
+@pytest.fixture
+def fresh():
+    """The logger as it is before any run, and as it was afterwards."""
+    before = log.handlers[:], log.level, log.propagate
+    log.handlers, log.propagate = [], True
+    log.setLevel(logging.NOTSET)
+    yield
+    log.handlers, log.level, log.propagate = before
+
+
+def test_messages_go_to_the_terminal_of_the_moment(fresh, monkeypatch):
+    """A notebook, or a test runner, puts another in the place of the one that was there first."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    show_log()
+    log.info("one")
+    monkeypatch.setattr(sys, "stderr", second)
+    show_log()
+    log.info("two")
+    assert (first.getvalue(), second.getvalue()) == ("[pose_plugin] one\n", "[pose_plugin] two\n")
+
+
+def test_what_the_caller_has_set_up_stays(fresh):
+    mine = logging.NullHandler()
+    log.addHandler(mine)
+    log.setLevel(logging.ERROR)
+    show_log()
+    assert log.handlers == [mine] and log.level == logging.ERROR
