@@ -1,5 +1,8 @@
 # `make demo` and `make test` build what they need; everything else assumes one of their environments.
-.PHONY: demo demo-trl test test-3.11 test-3.12 test-trl lint docs clean
+.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl lint docs clean
+
+help:            ## list the targets
+	@grep -E '^[a-z.0-9 -]+:.*##' Makefile | sed 's/:[^#]*##/ -/'
 
 demo:            ## extend a tiny model's window 16 times through Axolotl, show the table and the picture
 	.ci/with any python example_configs/quickstart/run.py
@@ -11,6 +14,9 @@ test: lint       ## every test in every environment: Axolotl 0.19, Axolotl 0.21,
 	.ci/test 3.11
 	.ci/test 3.12
 	.ci/test trl
+
+test-fast:       ## the quick tests in the environment you are in (pip install -e ".[dev]"); about a minute
+	OMP_NUM_THREADS=1 python -m pytest -n 2 -m "not integration and not distributed and not docs and not real_model and not slow"
 
 test-3.11 test-3.12 test-trl:
 	.ci/test $(@:test-%=%)

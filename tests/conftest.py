@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 for name, value in {
     "HF_HUB_OFFLINE": "1",
@@ -24,6 +25,41 @@ import torch  # noqa: E402
 # The first backward of a process decides how many threads autograd has, and with threads no forked child can run one.
 # Without a GPU it has none, unless torch.compile came first: in CUDA builds that pretends there is a device.
 torch.ones(1, requires_grad=True).sum().backward()
+
+
+# A test's marks follow from its file, so that no test has to name them. Patterns are relative to this folder.
+MARKS = {
+    "integration": ("integration/*",),
+    "distributed": ("integration/test_distributed.py", "utils/test_distributed.py", "test_forked.py"),
+    "docs": (
+        "test_docs.py",
+        "*_docs.py",
+        "*_page.py",
+        "*/test_page.py",
+        "test_benchmarks.py",
+        "test_quickstart_run.py",
+    ),
+    "real_model": ("synthesize/test_real_model.py",),
+    # What depends on no framework's version runs in one environment only; see .ci/test.
+    "once": (
+        "positions/*",
+        "cli/*",
+        "test_benchmarks.py",
+        "test_quickstart_data.py",
+        "synthesize/test_answers.py",
+        "synthesize/test_documents.py",
+        "synthesize/test_faults.py",
+        "synthesize/test_resume.py",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent)
+        for mark, patterns in MARKS.items():
+            if any(file.match(pattern) for pattern in patterns):
+                item.add_marker(mark)
 
 
 @pytest.fixture

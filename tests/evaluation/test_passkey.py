@@ -3,7 +3,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from rule_model import RuleModel, constant, right_answer, sometimes_wrong
 from transformers import GenerationConfig
 
 from pose_plugin.evaluation.measures.passkey import (
@@ -18,6 +17,7 @@ from pose_plugin.evaluation.measures.passkey import (
 )
 from pose_plugin.evaluation.model import greedy
 from pose_plugin.utils.errors import PoSEError
+from tests.evaluation.rule_model import RuleModel, constant, right_answer, sometimes_wrong
 
 QUIET = {"progress": False}
 

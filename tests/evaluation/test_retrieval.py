@@ -4,7 +4,6 @@ import random
 import re
 
 import pytest
-from rule_model import RuleModel, constant
 
 from pose_plugin.evaluation.measures.needle import DEPTHS, KINDS, needle, needle_prompts
 from pose_plugin.evaluation.measures.needle import score as needle_score
@@ -12,6 +11,7 @@ from pose_plugin.evaluation.measures.topics import TOPICS, topic_prompts, topics
 from pose_plugin.evaluation.measures.topics import score as topic_score
 from pose_plugin.evaluation.retrieval import Prompt, RetrievalResult, RetrievalTrial
 from pose_plugin.utils.errors import PoSEError
+from tests.evaluation.rule_model import RuleModel, constant
 
 QUIET = {"progress": False}
 
