@@ -139,7 +139,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Time and peak memory by length, one pair of lines a model."""
-    from pose_plugin.evaluation.figures import COLOURS
+    from pose_plugin.utils.plots import COLOURS
 
     models = list(dict.fromkeys(c["model"] for c in result["cases"]))
     panels = {"seconds": "processor time (s)", "megabytes": "memory beside the model (MB)"}

@@ -117,7 +117,7 @@ def ablation_table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    from pose_plugin.evaluation.figures import COLOURS
+    from pose_plugin.utils.plots import COLOURS
 
     lengths = result["lengths"]
     panels = {"digit": "digit found, key outside the window", "facts": "perplexity, recurring facts"}

@@ -64,7 +64,7 @@ def canvas(path: Path, width: float, height: float, columns: int = 1) -> Iterato
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from pose_plugin.evaluation.figures import STYLE
+    from pose_plugin.utils.plots import STYLE
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -103,7 +103,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(path: Path) -> None:
     """The fit, its extrapolation, and its interpolation between integers."""
-    from pose_plugin.evaluation.figures import COLOURS
+    from pose_plugin.utils.plots import COLOURS
 
     distances, values, weights = fit(0)
     blue, red = COLOURS[0], COLOURS[1]

@@ -151,7 +151,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Memory and time by target, PoSE beside full length, the ratio above."""
-    from pose_plugin.evaluation.figures import COLOURS
+    from pose_plugin.utils.plots import COLOURS
 
     cases = {(c["method"], c["factor"]): c for c in result["cases"]}
     factors = sorted({factor for _, factor in cases})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import appearing
+from pose_plugin.utils.files import read_json
 
 ADAPTER = "adapter_config.json"
 
@@ -52,31 +50,3 @@ def base_of(folder: str | Path, base: str | None = None) -> Base:
         if (start / name / "config.json").is_file():
             return Base(str(start / name))
     return Base(str(name), values.get("revision") or None)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """
-    Raises:
-        PoSEError: the file is not JSON, or not an object.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PoSEError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise PoSEError(f"{file} holds a {type(values).__name__}, not an object {{…}}; save the folder again")
-    return values
-
-
-def write_json(file: Path, values: Any) -> None:
-    write_whole(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a file that others may read, or that a kill may come upon: it holds what it held, or the text, never half.
-
-    The mode of a file that is there stays. A link gives way to a file, and what it points to stays as it is: in the
-    hub's cache that is shared.
-    """
-    with appearing(file) as part:
-        part.write_text(text, encoding="utf-8", newline="")

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pose_plugin.checkpoints.adapter import read_json
 from pose_plugin.checkpoints.folder import text_part
 from pose_plugin.checkpoints.probe import PROBE
 from pose_plugin.rope import legacy_copies
 from pose_plugin.rope.kinds import normalise
+from pose_plugin.utils.files import read_json
 
 # How far logits may be apart, as a share of their own spread at a position, by the coarsest type on the way. Measured:
 # float32 up to 7e-7 between attention functions; the quick start's trained model, loaded in a coarser type than it was

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import is_adapter, read_json, write_json
+from pose_plugin.checkpoints.adapter import is_adapter
 from pose_plugin.config import PoSESettings
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json, write_json
 
 RECORD = "pose.json"
 

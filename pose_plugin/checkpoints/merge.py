@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pose_plugin.checkpoints.adapter import is_adapter, read_json, write_json
+from pose_plugin.checkpoints.adapter import is_adapter
 from pose_plugin.checkpoints.folder import RECORD, for_older_readers, read_record, text_part
 from pose_plugin.checkpoints.probe import PROBE, read_probe, write_probe
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json, write_json
 
 # What a config.json says about positions, in all spellings.
 _ROPE_KEYS = (

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.checkpoints.adapter import write_whole
 from pose_plugin.checkpoints.reload_worker import measure, weight_type
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import write_whole
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import ADAPTER, Base, base_of, is_adapter, read_json
+from pose_plugin.checkpoints.adapter import ADAPTER, Base, base_of, is_adapter
 from pose_plugin.checkpoints.folder import read_record, text_part
 from pose_plugin.rope.kinds import normalise, yarn_attention_factor
 from pose_plugin.rope.read import FULL
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json
 
 
 @dataclass(frozen=True)

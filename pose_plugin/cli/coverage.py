@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         PoSEError: input that cannot work, named before anything is simulated.
     """
     from pose_plugin.positions.coverage import coverage
-    from pose_plugin.positions.figure import check_ending, draw_coverage, write_coverage
+    from pose_plugin.positions.figure import draw_coverage, write_coverage
+    from pose_plugin.utils.plots import check_ending
 
     for name in ("rows", "draws", "every"):
         value = getattr(args, name)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         _check_output(output)
         if not args.no_figures:
-            from pose_plugin.evaluation.figures import require_matplotlib
+            from pose_plugin.utils.plots import require_matplotlib
 
             require_matplotlib()
             check_ending(output)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise PoSEError(f"--output {output} is a file; name a folder")
     if not args.no_figures:
-        from pose_plugin.evaluation.figures import require_matplotlib
+        from pose_plugin.utils.plots import require_matplotlib
 
         require_matplotlib()
     if args.quiet:

@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise PoSEError(f"--{name.replace('_', '-')} {value} must be above 0, and a number")
     inputs = _inputs(args)
     if args.output:
-        from pose_plugin.evaluation.figures import require_matplotlib
-        from pose_plugin.positions.figure import check_ending
+        from pose_plugin.utils.plots import check_ending, require_matplotlib
 
         require_matplotlib()
         check_ending(Path(args.output))

@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import write_whole
 from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, sentence
 from pose_plugin.evaluation.measures.gap import GapResult
 from pose_plugin.evaluation.measures.harness import HarnessResult
@@ -21,6 +20,7 @@ from pose_plugin.evaluation.measures.longppl import LongPPLResult
 from pose_plugin.evaluation.measures.passkey import PasskeyResult
 from pose_plugin.evaluation.measures.perplexity import PerplexityResult
 from pose_plugin.evaluation.retrieval import RetrievalResult
+from pose_plugin.utils.files import write_whole
 
 SHORT_LOSS = 5
 """Per cent of perplexity at the short window that a model may lose before the guard says so."""

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import write_whole
 from pose_plugin.checkpoints.folder import RECORD
 from pose_plugin.checkpoints.saved import Saved, read_saved
 from pose_plugin.export import exporter
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import write_whole
 
 BEGIN, END = "<!-- pose-plugin: begin -->", "<!-- pose-plugin: end -->"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from pose_plugin.checkpoints.adapter import read_json, write_json
 from pose_plugin.checkpoints.folder import text_part
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json, write_json
 
 _LINKED = (".safetensors", ".bin", ".pt", ".gguf")
 

@@ -14,12 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import write_json
 from pose_plugin.config import PoSESettings
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import appearing
+from pose_plugin.utils.files import appearing, write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import read_json
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.plan.keys import unknown_keys
 from pose_plugin.plan.memory import Run
 from pose_plugin.plan.setup import FUSED_LOSSES, block, keeps_remainders, method, number, optimizer, sharding
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
+from pose_plugin.utils.files import read_json
 
 # As of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1

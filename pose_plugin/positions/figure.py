@@ -11,6 +11,7 @@ import numpy as np
 
 from pose_plugin.positions.coverage import Coverage
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
 # Solid for the first; where two samplers agree, the dashes of the later one let the earlier one be seen.
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.2)), "-", (0, (6, 1.5, 1, 1.5)))
@@ -31,8 +32,6 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
     """
     if not coverages:
         raise PoSEError("draw_coverage got no coverage to draw; give at least one, by its name")
-    from pose_plugin.evaluation.figures import COLOURS, STYLE, require_matplotlib, tokens
-
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -93,10 +92,3 @@ def write_coverage(coverages: Mapping[str, Coverage], path: str | Path, rows: in
             # A sampler with a nearer target says nothing about a distance beyond it.
             writer.writerow([distance, *(f"{c[distance]:.6g}" if distance < len(c) else "" for c in columns)])
     return path
-
-
-def check_ending(path: Path) -> None:
-    """Raises PoSEError where no figure can be written in the format that the ending asks for."""
-    known = (".png", ".svg", ".pdf")
-    if path.suffix.lower() not in known:
-        raise PoSEError(f"the figure {path} must end in one of {', '.join(known)}")

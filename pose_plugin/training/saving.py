@@ -12,11 +12,11 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from pose_plugin.checkpoints.adapter import read_json, write_json
 from pose_plugin.checkpoints.probe import take_probe
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
 from pose_plugin.utils.distributed import beside_training
+from pose_plugin.utils.files import read_json, write_json
 from pose_plugin.utils.log import log
 
 

@@ -12,6 +12,7 @@ from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
+from pose_plugin.utils.plots import tokens
 
 pytest.importorskip("matplotlib")
 
@@ -98,7 +99,7 @@ def test_lines(drawn, name, expected, y, x):
     assert (axes.get_ylabel(), axes.get_xlabel(), axes.get_xscale()) == (y, x, "log")
     assert axes.get_yscale() == ("log" if name == "perplexity" else "linear")
     lengths = sorted({n for xs, _ in expected.values() for n in xs})
-    assert [label.get_text() for label in axes.get_xticklabels()] == [figures.tokens(n) for n in lengths]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [tokens(n) for n in lengths]
     assert all(axes.get_xlim()[0] < n < axes.get_xlim()[1] for n in lengths)
     assert all(axes.get_ylim()[0] < v < axes.get_ylim()[1] for _, ys in expected.values() for v in ys if v == v)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pose_plugin.checkpoints.adapter import write_whole
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation.finished import FILE, Finished
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import write_whole
 from tests.forked import forked
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from pose_plugin.evaluation.figures import tokens
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
 from pose_plugin.evaluation.report import ModelResult, Report, markdown_table, plain_table
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.plots import tokens
 
 
 def passkey_result(correct: dict[int, int]):

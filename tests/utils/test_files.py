@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.checkpoints.adapter import write_json, write_whole
+from pose_plugin.utils.files import write_json, write_whole
 from tests.forked import CaseError, forked
 
 
