@@ -19,8 +19,8 @@ except ImportError as error:  # pragma: no cover - every environment of the test
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear
-from pose_plugin.beacon.model import BeaconModel
-from pose_plugin.beacon.register import register
+from pose_plugin.beacon.model import BeaconModel, condensing
+from pose_plugin.beacon.register import find_tuner, register
 from pose_plugin.beacon.training import (
     IntervalSampler,
     beacon_gradient_norm,
@@ -29,7 +29,6 @@ from pose_plugin.beacon.training import (
     interval_count,
     set_ratio_step,
 )
-from pose_plugin.beacon.verbs import condensing, find_tuner
 
 __all__ = [
     "BeaconCache",

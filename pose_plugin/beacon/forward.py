@@ -9,8 +9,7 @@ import torch
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pose_plugin.beacon import checks as calls
-from pose_plugin.beacon import guards, ratios
+from pose_plugin.beacon import checks, ratios
 from pose_plugin.beacon.cache import BeaconCache, kept_on_error
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
@@ -138,8 +137,8 @@ class Reading:
             `fused_lm_head` is true.
 
         Raises:
-            PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `calls` and
-                `guards`). The cache is then as it was.
+            PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `checks`). The
+                cache is then as it was.
         """
         cache = kwargs.pop("cache", None)
         cache = past_key_values if cache is None else cache
@@ -157,7 +156,7 @@ class Reading:
                 "logits_to_keep": logits_to_keep,
             }
             return self._call(**given, **kwargs)
-        calls.check_headroom(headroom)
+        checks.check_headroom(headroom)
         with kept_on_error(cache):
             return self._read(
                 input_ids,
@@ -168,7 +167,7 @@ class Reading:
                 labels,
                 use_cache,
                 logits_to_keep,
-                calls.policy(ratio, ratios),
+                checks.policy(ratio, ratios),
                 headroom,
                 kwargs,
             )
@@ -191,19 +190,19 @@ class Reading:
         headroom: int | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        given = calls.check_input(ids, embedded, self.embedding, self.model)
+        given = checks.check_input(ids, embedded, self.embedding, self.model)
         config, tokens = self.active_config, given.shape[1]
-        guards.check_attention(self.attention, config)
+        checks.check_attention(self.attention, config)
         if self.training and torch.is_grad_enabled():
-            guards.check_checkpointing(self._decoder_layers)
-            guards.check_unpacked(self.probe, "gradients")
+            checks.check_checkpointing(self._decoder_layers)
+            checks.check_unpacked(self.probe, "gradients")
         stream = self._continue(cache, given.shape[0])
         carries = cache is not None or use_cache is True
-        padded = calls.check_mask(attention_mask, tokens, stream.tokens, carries)
-        calls.check_positions(position_ids, attention_mask, tokens, stream.tokens)
+        padded = checks.check_mask(attention_mask, tokens, stream.tokens, carries)
+        checks.check_positions(position_ids, attention_mask, tokens, stream.tokens)
         items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
-        calls.check_labels("labels", labels, given.shape[:2])
-        calls.check_labels("shift_labels", shifted, given.shape[:2])
+        checks.check_labels("labels", labels, given.shape[:2])
+        checks.check_labels("shift_labels", shifted, given.shape[:2])
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise PoSEError(f"logits_to_keep: {logits_to_keep} must be 0 (all) or how many of the last to return")
         fused = bool(kwargs.pop("fused_lm_head", False))
@@ -213,7 +212,7 @@ class Reading:
         return_dict = kwargs.pop("return_dict", None)
         if kwargs.pop("output_attentions", None):
             raise PoSEError("output_attentions: the intervals have attentions of different sizes; leave it out")
-        extra = calls.check_extra(kwargs, tokens)
+        extra = checks.check_extra(kwargs, tokens)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else None
         chosen = self.plan(stream, tokens, ratio, headroom)
         reader = Reader(self, self._call, stream, extra, keep or None if shifted is None else None)
@@ -263,9 +262,9 @@ class Reading:
 
     def _continue(self, cache: Cache | None, batch: int) -> BeaconCache:
         """The stream to go on with, its rows as many as the input's."""
-        stream = calls.stream_of(cache)
+        stream = checks.stream_of(cache)
         row = self.embedding.row().detach()[0].float()
-        calls.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
+        checks.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
                 raise PoSEError(

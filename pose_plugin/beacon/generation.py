@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pose_plugin.beacon import checks as calls
+from pose_plugin.beacon import checks
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.utils.errors import PoSEError
 
@@ -47,17 +47,17 @@ class Generation:
         tuner: Any = self
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
-        calls.check_ids(inputs)
-        calls.check_cache(cache)
-        calls.policy(ratio, ratios)
+        checks.check_ids(inputs)
+        checks.check_cache(cache)
+        checks.policy(ratio, ratios)
         if tuner.disabled:
             if cache is not None or isinstance(kwargs.get("past_key_values"), BeaconCache):
                 raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
             return tuner.model.generate(inputs, **kwargs)
         if inputs is not None:
-            calls.check_input(inputs, None, tuner.embedding, tuner.model)
+            checks.check_input(inputs, None, tuner.embedding, tuner.model)
         past = kwargs.pop("past_key_values", None)
-        past = calls.stream_of(past) if past is not None else None
+        past = checks.stream_of(past) if past is not None else None
         guesses = _guesses(tuner, kwargs)
         if guesses and any(isinstance(each, BeaconCache) and each.tokens for each in (cache, past)):
             raise PoSEError(
@@ -129,7 +129,7 @@ class Generation:
             raise PoSEError("condense: the adapter is disabled; call it outside disable_adapter()")
         if input_ids is None:
             raise PoSEError("input_ids: None; give the text's token ids, (batch, tokens)")
-        calls.check_cache(cache)
+        checks.check_cache(cache)
         ids = input_ids[None] if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1 else input_ids
         stream = BeaconCache() if cache is None else cache.copy()
         tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)

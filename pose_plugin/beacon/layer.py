@@ -18,10 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
-from pose_plugin.beacon import guards
+from pose_plugin.beacon import checks
+from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layout import RAW, Pass
-from pose_plugin.beacon.view import IntervalView
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -116,7 +116,7 @@ class BeaconLinear(nn.Module, BeaconLayer):
     def update_layer(self, adapter_name: str, config: BeaconConfig) -> None:
         """Adds an adapter: the copy starts as this layer's own weights, dequantised; the delta starts as zero."""
         base: Any = self.get_base_layer()
-        guards.check_unpacked(base, "copying its weights")
+        checks.check_unpacked(base, "copying its weights")
         with torch.no_grad(), _whole(base):
             if config.rank == 0:
                 weight = dequantize_module_weight(base)

@@ -12,16 +12,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from pose_plugin.beacon import beside, guards, ratios, rope
+from pose_plugin.beacon import checks, ratios, rope
 from pose_plugin.beacon.config import DEFAULT_TARGETS, BeaconConfig
 from pose_plugin.beacon.forward import Reading
 from pose_plugin.beacon.generation import Generation
-from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge
-from pose_plugin.beacon.register import PREFIX
+from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge, rows_of
+from pose_plugin.beacon.ratios import ADAPT, check_ratio, from_compression
+from pose_plugin.beacon.register import PREFIX, find_tuner
 from pose_plugin.utils.errors import PoSEError
+
+ALONE = (
+    "Beacon projections stand beside the base's own and are saved without any other adapter. Merge that one first: "
+    "model = other.merge_and_unload(), then get_peft_model(model, BeaconConfig(…))"
+)
 
 
 class BeaconModel(Generation, Reading, BaseTuner):
@@ -41,7 +48,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
     # Injection.
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        beside.check_alone(model)
+        check_alone(model)
         nn.Module.__init__(self)
         self.router = Router(self)
         self._hooks: list[Any] = []
@@ -50,7 +57,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self.condensed_since_step = 0
         self._base_forward: Any = None
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        self.peft_config = self.model.peft_config = beside.Configs(self.peft_config)
+        self.peft_config = self.model.peft_config = Configs(self.peft_config)
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             # Imported here, since it imports the Trainer, which only training needs.
             from pose_plugin.beacon.trainer import watch
@@ -61,7 +68,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         return peft_config  # the names are looked up in the model, below
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        guards.check_layers(model.config)
+        checks.check_layers(model.config)
         names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         if peft_config.target_modules is None:
             for targets in (set(DEFAULT_TARGETS), {"qkv_proj", "o_proj"}):
@@ -74,8 +81,8 @@ class BeaconModel(Generation, Reading, BaseTuner):
                     "value and output projections"
                 )
         rotary = rope.find_rotary(model)
-        guards.resolve_window(peft_config, model.config, rotary)
-        guards.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
+        checks.resolve_window(peft_config, model.config, rotary)
+        checks.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -121,7 +128,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         for layer in self._decoder_layers:
             # Otherwise checkpointed layers lose the cache, and with it the memory.
             layer._can_checkpoint_with_cache = True
-        model.resize_token_embeddings = functools.partial(beside.resize, self.router)
+        model.resize_token_embeddings = functools.partial(resize, self.router)
         # In a list, since a module as an attribute would become a second child of the same weights.
         self._rotary = [rope.find_rotary(model)]
         self._rotating: list[bool] | None = None
@@ -254,7 +261,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
     def window(self) -> ratios.Window:
         """Sizes of the active adapter."""
         config = self.active_config
-        return config.sizes(guards.resolve_window(config, self.model.config, self.rotary))
+        return config.sizes(checks.resolve_window(config, self.model.config, self.rotary))
 
     @property
     def disabled(self) -> bool:
@@ -264,3 +271,91 @@ class BeaconModel(Generation, Reading, BaseTuner):
 @functools.lru_cache
 def _parameters(model_cls: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_cls.forward).parameters)
+
+
+class Configs(dict[str, Any]):
+    """A tuner's configurations by adapter name. PEFT hands it to a tuner that is put on top, which would overwrite."""
+
+    def __setitem__(self, name: str, config: Any) -> None:
+        if not isinstance(config, BeaconConfig):
+            raise PoSEError(
+                f"adapter: {name!r} has a {type(config).__name__}, but the model has Beacon adapters {sorted(self)}. "
+                + ALONE
+            )
+        super().__setitem__(name, config)
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for name, config in dict(*others, **named).items():
+            self[name] = config
+
+
+def check_alone(model: nn.Module) -> None:
+    """
+    Raises:
+        PoSEError: the model has adapters already.
+    """
+    layers = [type(module) for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if any(issubclass(layer, BeaconLayer) for layer in layers):
+        raise PoSEError(
+            "model: it has Beacon layers already. Add another Beacon adapter with model.add_adapter(name, config) on "
+            "the PEFT model that has them, take the base back with its unload(), or load the base again"
+        )
+    if layers or isinstance(model, PeftModel):
+        found = layers[0].__module__.split(".")[-2] if layers else type(model).__name__
+        raise PoSEError(f"model: it has an adapter of another kind ({found}). {ALONE}")
+
+
+def resize(router: Router, *args: Any, **kwargs: Any) -> nn.Module:
+    """The model's own resize_token_embeddings, which knows no wrapped embedding.
+
+    Args:
+        router: of the model's Beacon layers.
+        args, kwargs: as there.
+
+    Returns:
+        The input embedding, as there.
+
+    Raises:
+        PoSEError: the tuner is gone.
+    """
+    tuner = router.driver()
+    model, wrapped = tuner.model, tuner.embedding
+    model.set_input_embeddings(wrapped.base_layer)
+    try:
+        type(model).resize_token_embeddings(model, *args, **kwargs)
+    finally:
+        wrapped.base_layer = model.get_input_embeddings()
+        wrapped.sentinel = rows_of(wrapped.base_layer)
+        model.set_input_embeddings(wrapped)
+    return wrapped
+
+
+@contextmanager
+def condensing(model: Any, ratio: int | str | None = None, compression_ratio: float | None = None) -> Iterator[Any]:
+    """All reading in this block condenses at one ratio.
+
+    Args:
+        model: a PEFT model with a Beacon adapter.
+        ratio: α, raw tokens a beacon, or "adapt".
+        compression_ratio: instead, the share of the cache that is removed, as kvpress counts: 0.875 ≙ ratio 8.
+
+    Example:
+        with condensing(model, ratio=8):
+            answer = model.generate(ids, max_new_tokens=32)
+
+    Raises:
+        PoSEError: no Beacon adapter, or no such ratio.
+    """
+    tuner = find_tuner(model)
+    if (ratio is None) == (compression_ratio is None):
+        raise PoSEError("condensing: give either ratio (e.g. 8) or compression_ratio (e.g. 0.875)")
+    if compression_ratio is not None:
+        ratio = from_compression(compression_ratio)
+    if ratio != ADAPT:
+        ratio = check_ratio(ratio, tuner.active_config.interval)
+    before = tuner._ratio_override
+    tuner._ratio_override = ratio
+    try:
+        yield model
+    finally:
+        tuner._ratio_override = before

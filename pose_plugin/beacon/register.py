@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import PeftType, register_peft_method
 
 from pose_plugin.utils.errors import PoSEError
@@ -47,3 +48,26 @@ def register(config_cls: type, model_cls: type) -> None:
 
     if peft_type() not in PEFT_TYPE_TO_CONFIG_MAPPING:
         register_peft_method(name=NAME.lower(), config_cls=config_cls, model_cls=model_cls, prefix=PREFIX)
+
+
+def find_tuner(model: Any) -> Any:
+    """The BeaconModel of a PEFT model (wrapped by accelerate, DDP or a trainer, too).
+
+    Raises:
+        PoSEError: there is none.
+    """
+    seen = model
+    for _ in range(8):
+        if isinstance(seen, BaseTuner) and seen.prefix == PREFIX:
+            return seen
+        following = next((getattr(seen, key) for key in ("module", "_orig_mod", "base_model") if _has(seen, key)), None)
+        if following is None or following is seen:
+            break
+        seen = following
+    raise PoSEError(
+        f"model: {type(model).__name__} has no Beacon adapter; make one with get_peft_model(model, BeaconConfig(…))"
+    )
+
+
+def _has(module: Any, key: str) -> bool:
+    return key in getattr(module, "_modules", {}) or key in getattr(module, "__dict__", {})

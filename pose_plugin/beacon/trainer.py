@@ -16,15 +16,10 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from pose_plugin.beacon import (
-    IntervalSampler,
-    beacon_gradient_norm,
-    check_beacon_gradients,
-    find_tuner,
-    set_ratio_step,
-)
-from pose_plugin.beacon.guards import check_checkpointing
+from pose_plugin.beacon.checks import check_checkpointing
 from pose_plugin.beacon.layer import BeaconLayer
+from pose_plugin.beacon.register import find_tuner
+from pose_plugin.beacon.training import IntervalSampler, beacon_gradient_norm, check_beacon_gradients, set_ratio_step
 from pose_plugin.training.precision import watch_small_steps
 from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError

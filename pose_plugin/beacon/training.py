@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from pose_plugin.beacon.layer import BeaconLayer
-from pose_plugin.beacon.verbs import find_tuner
+from pose_plugin.beacon.register import find_tuner
 from pose_plugin.utils.errors import PoSEError
 
 

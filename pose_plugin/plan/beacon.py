@@ -74,7 +74,7 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         PoSEError: the block, or the window, as the run refuses them.
     """
     try:
-        from pose_plugin.beacon.guards import resolve_window
+        from pose_plugin.beacon.checks import resolve_window
         from pose_plugin.frameworks.axolotl_beacon import beacon_config
     except ImportError:
         return None

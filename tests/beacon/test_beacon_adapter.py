@@ -455,6 +455,6 @@ def test_v2_takes_flash_attention_and_no_mask():
     hook.remove()
     assert seen == [None] * 4
     model.base_model.model.config._attn_implementation = "flash_attention_2"
-    from pose_plugin.beacon.guards import check_attention
+    from pose_plugin.beacon.checks import check_attention
 
     check_attention("flash_attention_2", model.base_model.active_config)

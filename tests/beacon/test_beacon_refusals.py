@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-from pose_plugin.beacon import BeaconCache, condensing, persist
+from pose_plugin.beacon import BeaconCache, cache, condensing
 from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_ids
 
@@ -218,7 +218,7 @@ def test_half_a_file_is_never_left(model, tmp_path, monkeypatch, error):
         if there:
             context.save(path)
         with monkeypatch.context() as patch:
-            patch.setattr(persist, "save_file", half)
+            patch.setattr(cache, "save_file", half)
             expected = KeyboardInterrupt if error is KeyboardInterrupt else PoSEError
             with pytest.raises(expected):
                 context.save(path)

@@ -20,9 +20,9 @@ from pose_plugin.beacon import (
     interval_count,
     set_ratio_step,
 )
+from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import lay_out
 from pose_plugin.beacon.trainer import _group
-from pose_plugin.beacon.view import IntervalView
 from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
 
