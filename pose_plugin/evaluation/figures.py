@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pose_plugin.evaluation.results import Report
 from pose_plugin.utils.errors import PoSEError
-
-if TYPE_CHECKING:
-    from pose_plugin.evaluation.report import Report
 
 # Okabe & Ito's colours stay apart for colour-blind readers, and markers in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#000000")
