@@ -95,7 +95,7 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
     from pose_plugin.checkpoints.source import describe, extended, load
     from pose_plugin.evaluation.measures.passkey import passkey
     from pose_plugin.evaluation.measures.perplexity import perplexity
-    from pose_plugin.evaluation.report import ModelResult
+    from pose_plugin.evaluation.results import ModelResult
 
     torch.set_num_threads(1)
     texts = [(output / "data" / "judge.txt").read_text(encoding="utf-8")]
@@ -129,7 +129,9 @@ def run(
     runs: dict[str, dict[str, Any]] = RUNS,
 ) -> Any:
     """Trains and judges `runs` beside the untrained base; returns the `Report`, which is also printed and written."""
-    from pose_plugin.evaluation.report import Report
+    from pose_plugin.evaluation.figures import draw
+    from pose_plugin.evaluation.report import text, write
+    from pose_plugin.evaluation.results import Report
 
     os.environ.update(QUIET)
     output.mkdir(parents=True, exist_ok=True)
@@ -151,8 +153,9 @@ def run(
         )
         after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
-    files = report.write(output)
-    print(f"\n{report.text()}\n\nThe extended model is in {folder_of('PoSE', output)}")
+    pictures = draw(report, output)
+    files = [*write(report, output, pictures), *pictures]
+    print(f"\n{text(report)}\n\nThe extended model is in {folder_of('PoSE', output)}")
     print("\n".join(f"  {file}" for file in files))
     return report
 

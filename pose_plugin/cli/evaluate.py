@@ -14,7 +14,7 @@ from pose_plugin.utils.errors import PoSEError
 
 if TYPE_CHECKING:
     from pose_plugin.checkpoints.source import Source
-    from pose_plugin.evaluation.report import Report
+    from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.tasks import Plan
 
 TASKS = ("passkey", "perplexity", "needle", "topics", "longppl", "gap", "short")
@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     _settle(plan, args, sources)
 
     from pose_plugin.evaluation.finished import writing
-    from pose_plugin.evaluation.report import Report
+    from pose_plugin.evaluation.report import text, write
+    from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.run import Session
 
     evaluator = _evaluator(args, sources) if "longppl" in tasks else None
@@ -121,13 +122,18 @@ def run(args: argparse.Namespace) -> int:
                 report.models[number - 1 :] = [result]
                 result.notes[:] = [*source.notes, *_beyond(source, plan.lengths), *session.notes(source)]
                 with writing(output):
-                    report.write(output, figures=False)
+                    write(report, output)
     except KeyboardInterrupt:
         print(f"\nStopped. What is finished is kept in {output}; the same command goes on from there.")
         raise
     with writing(output):
-        written = report.write(output, figures=not args.no_figures)
-    print(_prompt_shown(report) + report.text())
+        pictures = []
+        if not args.no_figures:
+            from pose_plugin.evaluation.figures import draw
+
+            pictures = draw(report, output)
+        written = [*write(report, output, pictures), *pictures]
+    print(_prompt_shown(report) + text(report))
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
     return 1 if session.left_out else 0
 

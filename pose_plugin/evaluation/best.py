@@ -10,10 +10,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.results import ModelResult, Report
 
 FEWEST = 5
 """Prompts or windows below which nothing is told apart."""

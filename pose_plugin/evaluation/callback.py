@@ -13,7 +13,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from pose_plugin.evaluation.by_length import ByLength
-from pose_plugin.evaluation.finished import digest
 from pose_plugin.evaluation.lengths import whole
 from pose_plugin.evaluation.measures.passkey import PasskeyBuilder, PasskeyResult, documents, passkey
 from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplexity, tokenised
@@ -22,6 +21,7 @@ from pose_plugin.evaluation.model import device_of, innermost
 from pose_plugin.evaluation.sharded import InStep, in_step, require_same_plan
 from pose_plugin.utils.distributed import beside_training, together
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.journal import digest
 from pose_plugin.utils.log import log
 
 

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pose_plugin.evaluation.results import Report
 from pose_plugin.utils.plots import COLOURS, STYLE, require_matplotlib, tokens
-
-if TYPE_CHECKING:
-    from pose_plugin.evaluation.report import Report
 
 # Told apart in black and white too.
 MARKERS = "osD^vPX*"

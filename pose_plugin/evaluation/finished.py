@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.journal import Journal, digest
 
 FILE = "finished.jsonl"
 COUNTED = (
@@ -20,7 +19,7 @@ COUNTED = (
 
 
 class Finished:
-    """Results on disk, found again by everything that they depend on; a changed option or model is measured anew.
+    """Results on disk, found again by everything that they depend on.
 
     Args:
         folder: the output folder.
@@ -31,48 +30,30 @@ class Finished:
     """
 
     def __init__(self, folder: Path, fresh: bool = False) -> None:
-        self.file, self._fresh = folder / FILE, fresh
-        self._found: dict[str, Any] = {}
-        self.versions: set[str] = set()
-        if self.file.exists() and not fresh:
-            with writing(folder):
-                text = self.file.read_text(encoding="utf-8", errors="replace")
-            for line in text.split("\n"):  # an answer may hold other line breaks, as U+2028
-                try:
-                    row = json.loads(line)
-                    self._found[row["key"]] = row["result"]
-                    self.versions.add(str(row.get("version", "an early version")))
-                except (ValueError, KeyError, TypeError):
-                    # The line that was being written when the power went.
-                    continue
+        self._fresh = fresh
+        with writing(folder):
+            self.journal = Journal(folder / FILE)
+        if fresh:
+            self.journal.rows = {}
+        self.versions = {str(row.get("version", "an early version")) for row in self.journal.all()}
 
     def open(self) -> None:
-        """Makes the folder, forgets what shall be forgotten, and finds out now whether results can be kept.
-
-        Raises:
-            PoSEError: they cannot.
-        """
-        with writing(self.file.parent):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+        """Create the folder, forget what `fresh` forgets, and raise PoSEError now if results cannot be kept."""
+        with writing(self.journal.path.parent):
             if self._fresh:
-                self.file.unlink(missing_ok=True)
-            self.file.open("a").close()
+                self.journal.path.unlink(missing_ok=True)
+            self.journal.open()
 
     def get(self, **what: Any) -> Any | None:
-        """The result that was kept for exactly this, or None."""
-        return self._found.get(key(what))
+        """Return the result that was kept for exactly this, or None."""
+        rows = self.journal.get(key(what))
+        return rows[-1].get("result") if rows else None
 
     def put(self, result: Any, **what: Any) -> None:
-        """Keeps a result; it is on disk when this returns."""
-        self._found[key(what)] = result
+        """Keep a result; it is on disk when this returns."""
         readable = {name: what.get(name) for name in ("name", "task", "length", "version")}
-        row = json.dumps({**readable, "key": key(what), "result": result}, ensure_ascii=False).encode()
-        # The line break stands before the row: a torn last line never swallows this one, and nothing has to be read
-        # that another run into this folder may just be writing. One write, so that rows do not run into each other.
-        line = b"\n" + row
-        with writing(self.file.parent), self.file.open("ab", buffering=0) as file:
-            while line:
-                line = line[file.write(line) :]
+        with writing(self.journal.path.parent):
+            self.journal.add(key(what), **readable, result=result)
 
 
 @contextmanager
@@ -91,13 +72,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def key(what: dict[str, Any]) -> str:
-    """A name is for readers; all else counts."""
-    counted = {name: value for name, value in what.items() if name != "name"}
-    return digest(json.dumps(counted, sort_keys=True, default=str))
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    """Return the hash of everything but the display name."""
+    return digest({name: value for name, value in what.items() if name != "name"})
 
 
 def weights_of(path: str) -> list[Any]:

@@ -16,7 +16,7 @@ from pose_plugin.evaluation.finished import Finished, weights_of
 from pose_plugin.evaluation.measures.longppl import KeyTokens, require_same_tokens
 from pose_plugin.evaluation.memory import TooLittleMemory, fitting, require_room
 from pose_plugin.evaluation.model import device_of
-from pose_plugin.evaluation.report import ModelResult
+from pose_plugin.evaluation.results import ModelResult
 from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pose_plugin.evaluation.cost import Work
-from pose_plugin.evaluation.finished import digest, state_of
+from pose_plugin.evaluation.finished import state_of
 from pose_plugin.evaluation.measures.gap import TOKENS, GapResult, gap_probe
 from pose_plugin.evaluation.measures.harness import HarnessResult, harness, require_harness, version
 from pose_plugin.evaluation.measures.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
@@ -18,6 +18,7 @@ from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplex
 from pose_plugin.evaluation.measures.topics import topic_prompts, topics
 from pose_plugin.evaluation.retrieval import RetrievalResult
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.journal import digest
 
 if TYPE_CHECKING:
     from pose_plugin.checkpoints.source import Source

@@ -2,13 +2,14 @@ import math
 
 import pytest
 
+from pose_plugin.evaluation import report as report_of
 from pose_plugin.evaluation.best import Best, best_by_measure, overall
 from pose_plugin.evaluation.cost import Work, duration, estimates, operations
 from pose_plugin.evaluation.measures.gap import Gap, GapResult
 from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.results import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 
 
@@ -67,10 +68,10 @@ def test_the_best_by_measure_and_over_all():
     assert [passkey.rank(m.name) for m in report.models] == [3, 1.5, 1.5]
     assert probe.measure == "gap loss at 2048" and probe.names == ["step 100"]
     assert overall([passkey, probe]) == [("step 100", 1.25), ("step 1000", 1.75), ("base", 3.0)]
-    assert report.best().startswith(
+    assert report_of.best(report).startswith(
         "Best over all measures: step 100 (mean rank: step 100 1.25, step 1000 1.75, base 3.00"
     )
-    assert "Best by measure" in report.text() and report.best() in report.markdown()
+    assert "Best by measure" in report_of.text(report) and report_of.best(report) in report_of.markdown(report)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +112,12 @@ def test_the_report_says_what_is_not_told_apart():
     """9 and 8 of ten keys are no difference, 9 and none are one."""
     models = [ModelResult(n, keys({256: right})) for n, right in (("late", 8), ("early", 9), ("base", 0))]
     report = Report(models)
-    (title,) = (title for title in report.tables() if title.startswith("Best"))
-    assert report.tables()[title][1] == [["passkey, mean over lengths", "early ≈ late", "0.8", "0.9", "0"]]
-    assert "≈ not told apart from the best (on the same prompts" in report.text() and report.best() in report.text()
-    assert report.best() == (
+    (title,) = (title for title in report_of.tables(report) if title.startswith("Best"))
+    assert report_of.tables(report)[title][1] == [["passkey, mean over lengths", "early ≈ late", "0.8", "0.9", "0"]]
+    assert "≈ not told apart from the best (on the same prompts" in report_of.text(report) and report_of.best(
+        report
+    ) in report_of.text(report)
+    assert report_of.best(report) == (
         "Best over all measures: early (mean rank: early 1.00, late 2.00, base 3.00; 1 is best in every measure). "
         "No measure tells late apart from early: more trials or longer texts would."
     )
@@ -123,7 +126,7 @@ def test_the_report_says_what_is_not_told_apart():
     for m in models:
         pieces = tuple(losses[m.name] + 0.1 * i for i in range(5))
         m.gap = GapResult({640: Gap(640, 0, losses[m.name], 1, pieces)}, 640, 256, 5)
-    assert report.tables()[title][1][1][1] == "early" and "No measure" not in report.best()
+    assert report_of.tables(report)[title][1][1][1] == "early" and "No measure" not in report_of.best(report)
 
 
 def test_only_lengths_that_all_have_count_beyond_the_window_where_there_are_such():
@@ -205,9 +208,9 @@ def test_a_model_without_one_of_the_measures_has_no_place_over_all():
 
 def test_ties_and_models_alone():
     assert Best("x", {"a": 1.0, "b": 1.0}, True).names == ["a", "b"]
-    assert Report([ModelResult("a", keys({128: 5}))]).best() is None
-    assert Report([ModelResult("a", keys({128: 5})), ModelResult("b", keys({256: 5}))]).best() is None
+    assert report_of.best(Report([ModelResult("a", keys({128: 5}))])) is None
+    assert report_of.best(Report([ModelResult("a", keys({128: 5})), ModelResult("b", keys({256: 5}))])) is None
     tied = Report([ModelResult("a", keys({128: 5})), ModelResult("b", keys({128: 5}))])
-    assert "a = b" in tied.best()
+    assert "a = b" in report_of.best(tied)
     broken = Report([ModelResult(n, gap=gap(v)) for n, v in (("a", 4.0), ("b", 3.0), ("c", math.nan))])
     assert best_by_measure(broken)[0].names == ["b"]

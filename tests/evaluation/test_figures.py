@@ -10,7 +10,7 @@ from pose_plugin.evaluation.measures.gap import Gap, GapResult
 from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.results import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 from pose_plugin.utils.plots import tokens
 

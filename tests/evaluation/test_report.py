@@ -6,9 +6,12 @@ import sys
 
 import pytest
 
+from pose_plugin.evaluation import report as report_of
+from pose_plugin.evaluation.figures import draw
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import ModelResult, Report, markdown_table, plain_table
+from pose_plugin.evaluation.report import markdown_table, plain_table
+from pose_plugin.evaluation.results import ModelResult, Report
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.plots import tokens
 
@@ -46,7 +49,7 @@ def report():
 
 
 def test_terminal_text(report):
-    assert report.text().split("\n\n")[:2] == [
+    assert report_of.text(report).split("\n\n")[:2] == [
         "Passkey accuracy ± standard error\n"
         "model                 128         256  k_max\n"
         "─────────────  ──────────  ──────────  ─────\n"
@@ -58,12 +61,12 @@ def test_terminal_text(report):
         "base           17.00  2.5e+03\n"
         "PoSE | linear  18.00    20.12",
     ]
-    assert report.text().count("Passkey retrieval: 10 prompts") == 1
-    assert report.text().endswith("Note (base): 256 is beyond max_position_embeddings=128")
+    assert report_of.text(report).count("Passkey retrieval: 10 prompts") == 1
+    assert report_of.text(report).endswith("Note (base): 256 is beyond max_position_embeddings=128")
 
 
 def test_markdown(report):
-    text = report.markdown()
+    text = report_of.markdown(report)
     assert "| model | 128 | 256 | k_max |\n| --- | ---: | ---: | ---: |\n| base | 1.00 ±0.00 |" in text
     assert "| PoSE \\| linear |" in text
     assert "Trained window: 128 tokens, target window: 256 tokens." in text
@@ -71,8 +74,8 @@ def test_markdown(report):
 
 def test_tables_with_gaps():
     report = Report([ModelResult("a", passkey_result({128: 10})), ModelResult("b", passkey_result({256: 0}))])
-    assert list(report.tables()) == ["Passkey accuracy ± standard error"]
-    _, rows = report.tables()["Passkey accuracy ± standard error"]
+    assert list(report_of.tables(report)) == ["Passkey accuracy ± standard error"]
+    _, rows = report_of.tables(report)["Passkey accuracy ± standard error"]
     assert rows == [["a", "1.00 ±0.00", "-", "128"], ["b", "-", "0.00 ±0.00", "0"]]
 
 
@@ -82,11 +85,13 @@ def test_tables_by_hand():
 
 
 def test_files(report, tmp_path):
-    written = report.write(tmp_path / "new" / "folder")
-    names = ["results.json", "report.md", "passkey.csv", "passkey_depth.csv", "perplexity.csv"]
-    names += ["perplexity_position.csv", "passkey.png", "passkey_depth.png", "perplexity.png", "report.html"]
-    assert [path.name for path in written] == names
     folder = tmp_path / "new" / "folder"
+    report_of.write(report, folder)
+    pictures = draw(report, folder)
+    written = [*report_of.write(report, folder, pictures), *pictures]
+    names = ["results.json", "report.md", "passkey.csv", "passkey_depth.csv", "perplexity.csv"]
+    names += ["perplexity_position.csv", "report.html", "passkey.png", "passkey_depth.png", "perplexity.png"]
+    assert [path.name for path in written] == names
     data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     assert (data["train_length"], data["target_length"]) == (128, 256)
     assert data["models"][1]["passkey"]["by_length"]["256"]["accuracy"] == 0.8
@@ -100,14 +105,15 @@ def test_files(report, tmp_path):
                        "trials": "5"}  # fmt: skip
     rows = list(csv.DictReader((folder / "perplexity_position.csv").open(encoding="utf-8")))
     assert (rows[1]["from"], rows[1]["to"], rows[1]["loss"], rows[1]["tokens"]) == ("64", "128", "1.0", "60")
-    for name in names[-4:-1]:
+    for name in names[-3:]:
         head = (folder / name).read_bytes()[:24]
         width, height = struct.unpack(">II", head[16:24])
         assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 500 and height > 200
 
 
 def test_only_what_was_measured_is_written(tmp_path):
-    written = Report([ModelResult("a", perplexity=perplexity_result({128: 5}))]).write(tmp_path)
+    report = Report([ModelResult("a", perplexity=perplexity_result({128: 5}))])
+    written = [*report_of.write(report, tmp_path), *draw(report, tmp_path)]
     assert {p.name for p in written} == {
         "results.json", "report.md", "perplexity.csv", "perplexity_position.csv", "perplexity.png", "report.html"
     }  # fmt: skip
@@ -117,18 +123,17 @@ def test_what_is_not_finite_stays_readable(tmp_path):
     blown = PerplexityResult({128: WindowPerplexity(128, 64, 1, 9, 900.0, ()),
                               256: WindowPerplexity(256, 64, 1, 9, math.nan, ())}, False, 1, 0)  # fmt: skip
     report = Report([ModelResult("a", perplexity=blown)])
-    assert "inf" in report.text() and "nan" in report.text()
-    report.write(tmp_path)
+    assert "inf" in report_of.text(report) and "nan" in report_of.text(report)
+    report_of.write(report, tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["by_length"]
     assert rows["128"]["perplexity"] is None and rows["128"]["loss"] == 900
 
 
-def test_numbers_are_written_where_matplotlib_is_missing(report, tmp_path, monkeypatch):
+def test_figures_without_matplotlib_name_what_to_install(report, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PoSEError, match=r'pip install "pose-plugin\[plot\]"'):
-        report.write(tmp_path)
-    assert (tmp_path / "results.json").exists() and not list(tmp_path.glob("*.png"))
-    assert report.write(tmp_path, figures=False)
+        draw(report, tmp_path)
+    assert report_of.write(report, tmp_path)
 
 
 def test_importing_the_report_does_not_import_matplotlib():

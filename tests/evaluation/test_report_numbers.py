@@ -5,12 +5,13 @@ import math
 
 import pytest
 
+from pose_plugin.evaluation import report as report_of
 from pose_plugin.evaluation.measures.gap import Gap, GapResult
 from pose_plugin.evaluation.measures.harness import HarnessResult
 from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.results import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 
 
@@ -83,7 +84,7 @@ def number(cell):
     ],
 )  # fmt: skip
 def test_csv(name, rows):
-    files = everything().csv_files()
+    files = report_of.csv_files(everything())
     header, *lines = (line.split(",") for line in files[name].splitlines())
     assert len(header) == len(rows[0]) and len(set(header)) == len(header)
     assert [list(map(number, line)) for line in lines] == [
@@ -92,7 +93,7 @@ def test_csv(name, rows):
 
 
 def test_csv_headers():
-    heads = {name: text.split("\n")[0] for name, text in everything().csv_files().items()}
+    heads = {name: text.split("\n")[0] for name, text in report_of.csv_files(everything()).items()}
     assert heads["passkey.csv"] == "model,length,accuracy,standard_error,correct,trials"
     assert heads["passkey_depth.csv"] == "model,length,depth,accuracy,correct,trials"
     assert heads["perplexity.csv"] == "model,length,perplexity,loss,tokens,windows,stride"
@@ -124,7 +125,7 @@ TABLES = {
 
 
 def test_tables():
-    assert everything().tables() == TABLES
+    assert report_of.tables(everything()) == TABLES
 
 
 @pytest.mark.parametrize(
@@ -139,10 +140,10 @@ def test_tables():
 )
 def test_the_guard_by_hand(perplexities, shown):
     models = [ModelResult(str(v), short=PerplexityResult({64: window(64, v)}, True, 1, 0)) for v in perplexities]
-    ((_, rows),) = Report(models).tables().values()
+    ((_, rows),) = report_of.tables(Report(models)).values()
     assert rows[1][2:] == shown
     models[1].tokens = "other"
-    ((_, rows),) = Report(models).tables().values()
+    ((_, rows),) = report_of.tables(Report(models)).values()
     assert rows[1][3] == ("other tokens" if perplexities[0] < math.inf else "-")
 
 
@@ -151,7 +152,7 @@ def test_the_guard_by_hand(perplexities, shown):
 )
 def test_digits_of_a_perplexity(value, shown):
     model = ModelResult("a", perplexity=PerplexityResult({64: window(64, value)}, True, 1, 0))
-    ((_, rows),) = Report([model]).tables().values()
+    ((_, rows),) = report_of.tables(Report([model])).values()
     assert rows == [["a", shown]]
 
 
@@ -167,30 +168,39 @@ def test_lengths_are_in_order_and_every_model_s():
 
     report = Report([ModelResult("a", keys(900), losses(900), gap=gaps(900)),
                      ModelResult("b", keys(1000, 80), losses(1000, 80), gap=gaps(1000, 80))])  # fmt: skip
-    for title, (header, rows) in report.tables().items():
+    for title, (header, rows) in report_of.tables(report).items():
         assert header[1:4] == ["80", "900", "1000"], title
         assert [cell == "-" for cell in rows[0][1:4]] == [True, False, True], title
 
 
 def test_the_same_is_told_in_every_form(tmp_path):
     report = everything()
-    for path in report.write(tmp_path, figures=False):
+    for path in report_of.write(report, tmp_path):
         assert path.parent == tmp_path and path.is_file()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     plain = page.replace("&lt;", "<").replace("&gt;", ">").replace("&#x27;", "'")
-    shown = {"terminal": report.text(), "markdown": (tmp_path / "report.md").read_text(encoding="utf-8"), "html": plain}
+    shown = {
+        "terminal": report_of.text(report),
+        "markdown": (tmp_path / "report.md").read_text(encoding="utf-8"),
+        "html": plain,
+    }
     windows = "Trained window: 128 tokens, target window: 512 tokens."
-    said = [report.best(), *report.definitions(), "Note (base <1>): a < b", "Note (long): of the second"]
+    said = [
+        report_of.best(report),
+        *report_of.definitions(report),
+        "Note (base <1>): a < b",
+        "Note (long): of the second",
+    ]
     for form, text in shown.items():
         assert all(sentence in text for sentence in said), form
         assert all(title in text for title in TABLES), form
         assert form == "terminal" or windows in text, form
     # Eight of the first model, one kind of lm-eval run more of the second.
-    assert len(report.definitions()) == 9
+    assert len(report_of.definitions(report)) == 9
     assert "<1>" not in page and "a < b" not in page
     assert "<tr><th>model</th><th>128</th><th>512</th><th>k_max</th></tr>" in page
     data = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert (data["best"], data["train_length"], data["target_length"]) == (report.best(), 128, 512)
+    assert (data["best"], data["train_length"], data["target_length"]) == (report_of.best(report), 128, 512)
     first, second = data["models"]
     assert (first["name"], first["notes"], first["path"], second["notes"]) == (
         "base <1>", ["a < b"], "there", ["of the second"]
@@ -203,5 +213,5 @@ def test_the_same_is_told_in_every_form(tmp_path):
 def test_what_is_no_number_is_null_at_any_depth():
     report = everything()
     report.models[0].gap = GapResult({640: Gap(640, 0, math.nan, 1, (math.inf, 1.0))}, 640, 256, 1)
-    row = json.loads(report.to_json())["models"][0]["gap"]["by_length"]["640"]
+    row = json.loads(report_of.to_json(report))["models"][0]["gap"]["by_length"]["640"]
     assert (row["loss"], row["losses"]) == (None, [None, 1.0])

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pose_plugin.evaluation import report as report_of
 from pose_plugin.evaluation.measures.gap import Gap, GapResult
 from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
 from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import ModelResult, Report
+from pose_plugin.evaluation.results import ModelResult, Report
 from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
 
 
@@ -37,7 +38,7 @@ def test_the_larger_version_reads_its_reports(script, tmp_path):
             "passkey": {"passkey": PasskeyResult.joined([keys[8], keys[16]]) if "8" in what else keys[32]},
             "topics": {"topics": RetrievalResult("topics", tuple(asked), {"first": ""}, {"first": ""}, {}, "")},
         }[what.partition("-")[0]]
-        Report([ModelResult(name, **measured) for name in names]).write(place, figures=False)
+        report_of.write(Report([ModelResult(name, **measured) for name in names]), place)
     (tmp_path / "pose-linear").mkdir()
     (tmp_path / "pose-linear" / "pose.json").write_text("{}")
     scale = script.replace(script.LARGER, texts=("a", "b"))
