@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.plan.plan import Plan, require_settings
+from pose_plugin.plan.plan import require_settings
+from pose_plugin.plan.types import Plan
 from pose_plugin.positions.figure import check_ending
 
 _SHORT = {"gathered": "gathered weights"}
