@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from pose_plugin.plan.types import Plan
 from pose_plugin.rope.read import read_rope
-
-if TYPE_CHECKING:
-    from pose_plugin.plan.plan import Plan
 
 # A distance in fewer rows is hardly trained; the paper's runs hold most of theirs in some thousands.
 FEW_ROWS = 100

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.plan.plan import Plan, require_settings
-from pose_plugin.utils.plots import check_ending
+from pose_plugin.plan.types import Plan
+from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
 _SHORT = {"gathered": "gathered weights"}
 
@@ -22,7 +22,6 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
     Raises:
         PoSEError: nothing to draw, an unknown ending, or matplotlib is missing.
     """
-    from pose_plugin.utils.plots import COLOURS, STYLE, require_matplotlib, tokens
 
     path = Path(path)
     check_ending(path)
@@ -61,7 +60,6 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
 
 
 def _bars(axes: Any, plan: Plan) -> None:
-    from pose_plugin.utils.plots import COLOURS
 
     wholes = [("this run", plan.memory)]
     if plan.memory_full_length and plan.target and plan.target > plan.window:

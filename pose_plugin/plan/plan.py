@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from pose_plugin.plan.advice import warnings_of
-from pose_plugin.plan.architecture import Architecture, architecture
-from pose_plugin.plan.beacon import BeaconPlan, plan_beacon
+from pose_plugin.plan.architecture import architecture
+from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
-from pose_plugin.plan.memory import Memory, memory
-from pose_plugin.positions import Coverage, coverage, simulable
+from pose_plugin.plan.memory import memory
+from pose_plugin.plan.types import Bucket, Plan
+from pose_plugin.positions import coverage, simulable
 from pose_plugin.rope import rope_overrides
-from pose_plugin.rope.plan import RopePlan, plan_rope
+from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.read import as_config
 from pose_plugin.utils.errors import PoSEError
 
 _DRAWS, _DRAWS_OF_MANY_CHUNKS = 4000, 400
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Distances first…last: how likely a row holds one and the rows that will have, in the mean and of the rarest."""
-
-    first: int
-    last: int
-    chance: float
-    rarest: float
-    rows: float | None
-    rows_rarest: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will happen; lengths in tokens, memory in bytes on each GPU."""
-
-    inputs: Inputs
-    model: Architecture
-    memory: Memory
-    memory_full_length: Memory | None
-    rope: RopePlan | None = None
-    seen: Coverage | None = None
-    beacon: BeaconPlan | None = None
-    buckets: list[Bucket] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    gpu_bytes: float | None = None
-
-    @property
-    def rows_of_step(self) -> int:
-        run = self.inputs.run
-        return run.rows * self.inputs.accumulate * run.gpus
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of the training, None where the steps are not known."""
-        return self.rows_of_step * self.inputs.steps if self.inputs.steps else None
-
-    @property
-    def window(self) -> int:
-        return self.inputs.run.window
-
-    @property
-    def target(self) -> int | None:
-        return self.inputs.settings.target_length if self.inputs.settings else None
 
 
 def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = None) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pose_plugin.plan.beacon import BeaconPlan
-from pose_plugin.plan.plan import Plan
+from pose_plugin.plan.types import Plan
 
 _METHODS = {
     "full": "all weights",
