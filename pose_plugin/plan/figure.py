@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pose_plugin.plan.plan import require_settings
 from pose_plugin.plan.types import Plan
 from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
