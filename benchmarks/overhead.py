@@ -1,0 +1,190 @@
+"""Measure what the package itself costs: imports, the collator, a training step, the self-test.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py                     # three minutes of one core
+    python benchmarks/overhead.py --against ../before                   # the same for another checkout, in turns
+    python benchmarks/overhead.py --quick --output /tmp/overhead        # only to see that it runs
+
+Each measurement runs in a separate process with one thread. The processes of two checkouts take turns, so a slow
+minute of the machine affects both. Times are processor times, which other programs disturb less than the clock.
+The result of a measurement is the smallest of all rounds: other programs can only add time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import about, arguments, machine, markdown, places, save
+
+ROOT = Path(__file__).parent.parent
+BASE = ROOT / "example_configs" / "quickstart" / "base"
+TARGET, TOKENS = 32768, 2048
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--against", type=Path, help="another checkout of this repository, measured in turns")
+    parser.add_argument("--model", default=str(BASE), help="model for the self-test (default: the quick start's)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes per measurement and checkout (default 5)")
+    parser.add_argument("--case", choices=MEASUREMENTS, help="run one measurement in this process")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(MEASUREMENTS[args.case](args.model)))
+        return
+    trees = {"this checkout": ROOT} | ({"the other checkout": args.against.resolve()} if args.against else {})
+    rounds = 1 if args.quick else args.rounds
+    runs: dict[str, dict[str, list[float]]] = {tree: {} for tree in trees}
+    for turn in range(rounds):
+        for case in MEASUREMENTS:
+            for tree, folder in trees.items():
+                for name, seconds in _in_a_process(case, args.model, folder).items():
+                    runs[tree].setdefault(name, []).append(seconds)
+            print(f"round {turn + 1} of {rounds}: {case}", flush=True)
+    result = {
+        "machine": machine("torch", "transformers"),
+        "rounds": rounds,
+        "model": Path(args.model).name,
+        "seconds": {tree: {name: min(values) for name, values in found.items()} for tree, found in runs.items()},
+    }
+    save(result, places(args.output)[0] / "overhead.json")
+    print(table(result))
+
+
+def imports(model: str) -> dict[str, float]:
+    """Processor seconds of `import pose_plugin` and of `pose-plugin --help`, without those of Python itself."""
+    bare = _seconds_of("pass")
+    # Before `python -m pose_plugin` existed, the command was in pose_plugin.cli.
+    command = "import importlib.util as u, runpy, sys; sys.argv = ['pose-plugin', '--help']; " + (
+        "name = 'pose_plugin' if u.find_spec('pose_plugin.__main__') else 'pose_plugin.cli'; "
+        "runpy.run_module(name, run_name='__main__')"
+    )
+    return {
+        "import pose_plugin": _seconds_of("import pose_plugin") - bare,
+        "pose-plugin --help": _seconds_of(command) - bare,
+    }
+
+
+def collating(model: str) -> dict[str, float]:
+    """Seconds per row of 2,048 tokens given as lists: with PoSE, and with the same collator alone."""
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+
+    from pose_plugin import PoSECollator
+
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    plain = DataCollatorForSeq2Seq(tokenizer)
+    pose = PoSECollator(tokenizer, target_length=TARGET, train_length=TOKENS)
+    row = {"input_ids": [i % 500 for i in range(TOKENS)], "labels": [i % 500 for i in range(TOKENS)]}
+    row["attention_mask"] = [1] * TOKENS
+    return {
+        "a row of 2,048 tokens, collator alone": _fastest(lambda: plain([dict(row)])),
+        "a row of 2,048 tokens, with PoSE": _fastest(lambda: pose([dict(row)])),
+    }
+
+
+def stepping(model: str) -> dict[str, float]:
+    """Seconds per training step of the quick start's model, 16 rows of 128 tokens: with PoSE and with plain rows."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
+
+    from pose_plugin import PoSECollator, extend_context
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    plain = AutoModelForCausalLM.from_pretrained(BASE).train()
+    pose = AutoModelForCausalLM.from_pretrained(BASE, config=extend_context(plain.config, 2048, "linear")).train()
+    rows = [{"input_ids": [(7 * i + j) % 500 for j in range(128)], "labels": [3] * 128} for i in range(16)]
+    rows = [row | {"attention_mask": [1] * 128} for row in rows]
+    kinds = {
+        "a step, plain": (plain, DataCollatorForSeq2Seq(tokenizer)),
+        "a step, with PoSE": (pose, PoSECollator(tokenizer, target_length=2048, train_length=128)),
+    }
+
+    def step(each: Any, collate: Callable[..., Any]) -> None:
+        each(**collate([dict(row) for row in rows])).loss.backward()
+        each.zero_grad()
+
+    found: dict[str, float] = {}
+    for _ in range(3):  # in turns
+        for name, (each, collate) in kinds.items():
+            seconds = _fastest(lambda each=each, collate=collate: step(each, collate), times=15)
+            found[name] = min(seconds, found.get(name, seconds))
+    return found
+
+
+def testing(model: str) -> dict[str, float]:
+    """Seconds of one self-test."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pose_plugin import PoSECollator, extend_context, self_test
+
+    torch.set_num_threads(1)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    window = loaded.config.max_position_embeddings
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=extend_context(loaded.config, 4 * window))
+    loaded.config.use_cache = False
+    collator = PoSECollator(AutoTokenizer.from_pretrained(BASE), target_length=4 * window, train_length=window)
+    return {"the self-test": _fastest(lambda: self_test(loaded, collator), times=3)}
+
+
+MEASUREMENTS: dict[str, Callable[[str], dict[str, float]]] = {
+    "imports": imports,
+    "collating": collating,
+    "stepping": stepping,
+    "testing": testing,
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The measurements as a Markdown table, in milliseconds; with a second checkout, also the ratio."""
+    trees = list(result["seconds"])
+    rows = []
+    for name, seconds in result["seconds"][trees[0]].items():
+        others = [result["seconds"][tree].get(name) for tree in trees[1:]]
+        row = [name, f"{1e3 * seconds:.2f}", *("-" if other is None else f"{1e3 * other:.2f}" for other in others)]
+        rows.append([*row, *("-" if other is None else f"{seconds / other:.2f}" for other in others)])
+    header = ["measurement", *(f"{tree}, ms" for tree in trees), *("ratio" for _ in trees[1:])]
+    return markdown(header, rows) + f"\n\nSelf-test: {result['model']}. " + about(result["machine"])
+
+
+def _fastest(call: Callable[[], Any], times: int = 50) -> float:
+    """The smallest processor time of several calls, in seconds. The first call warms up."""
+    call()
+    seconds = []
+    for _ in range(times):
+        start = time.process_time()
+        call()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def _seconds_of(code: str, times: int = 5) -> float:
+    """The smallest processor time of a new Python process that runs the code, in seconds."""
+    seconds = []
+    for _ in range(times):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(seconds)
+
+
+def _in_a_process(case: str, model: str, tree: Path) -> dict[str, float]:
+    """Run one measurement on the package of a checkout."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tree)}
+    command = [sys.executable, __file__, "--case", case, "--model", model]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case} in {tree}: the measuring process failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
