@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(inputs, args.gpu_memory, args.draws)
     written = None
     if args.output:
-        from pose_plugin.plan.figure import draw_plan
+        from pose_plugin.plan.report import draw_plan
 
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         written = draw_plan(plan, args.output)

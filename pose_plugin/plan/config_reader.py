@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import copy
-from collections.abc import Mapping
+import difflib
+import functools
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.plan.keys import unknown_keys
 from pose_plugin.plan.memory import Run
-from pose_plugin.plan.setup import FUSED_LOSSES, block, keeps_remainders, method, number, optimizer, sharding
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.files import read_json
 
 # As of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
+_OPTIMIZERS = {
+    "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+    "adamw_8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+    "adamw_4bit": ("adamw_torch_4bit",),
+    "lion": ("lion_32bit", "paged_lion_32bit", "lion_pytorch"),
+    "lion_8bit": ("lion_8bit", "paged_lion_8bit"),
+    "adafactor": ("adafactor",),
+    "sgd": ("sgd",),
+}
+_ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED_LOSSES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy")
+# Optimizers that keep what bf16 rounds away, by themselves or with an argument; see integrations/precision.py.
+_EXACT = ("optimi_adamw", "stable_adamw", "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion")
+_EXACT_IF = ("bf16_stochastic_round", "use_kahan_summation")
+# Keys of this package's plugin.
+_OWN = frozenset({"pose", "beacon"})
 
 
 @dataclass(frozen=True)
@@ -257,3 +277,248 @@ def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
     if not count and (files := [str(each["path"]) for each in _datasets(cfg)]):
         notes.append(f"datasets: there is no row in {', '.join(files)}; the training would have nothing to read")
     return count or None
+
+
+def method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
+    """How weights are kept and what is trained; what is taken for granted is added to `notes`.
+
+    Raises:
+        PoSEError: a value of a wrong type.
+    """
+    adapter = cfg.get("adapter")
+    # Axolotl without bf16 and fp16 computes in float32, as models are then loaded.
+    wide = 2 if cfg.get("bf16") in (True, "auto", None) or cfg.get("bfloat16") or cfg.get("fp16") else 4
+    if cfg.get("bf16") not in (True, False, "auto", None):
+        notes.append(f"bf16={cfg.get('bf16')!r} is refused by Axolotl: true, false or auto; reckoned as false")
+    if adapter is None:
+        return Run(method="full", weight_bytes=wide, trained_bytes=wide)
+    quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
+    if adapter == "beacon":
+        values = block(cfg, "beacon")
+        targets = values.get("target_modules") or ["q_proj", "k_proj", "v_proj", "o_proj"]
+        if isinstance(targets, str) or values.get("exclude_modules"):
+            notes.append("target_modules as a pattern, and exclude_modules, are reckoned as q, k, v and o projections")
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        return Run(
+            method="beacon",
+            lora_rank=number(values, "rank", 0, least=0),
+            lora_targets=list(targets),
+            quantised=quantised,
+            weight_bytes=wide,
+            trained_bytes=4 if values.get("dtype") == "float32" else wide,
+        )
+    if adapter not in ("lora", "qlora"):
+        notes.append(f"adapter={adapter} is reckoned as LoRA")
+    elif adapter == "qlora" and not quantised:
+        notes.append("adapter=qlora without load_in_4bit: true is refused by Axolotl; reckoned as LoRA")
+    saved = cfg.get("lora_modules_to_save") or []
+    if not isinstance(saved, list):
+        raise PoSEError(f"lora_modules_to_save={saved!r} is no list; write [{saved}]")
+    given = cfg.get("lora_target_modules")
+    targets = list(given) if isinstance(given, list) else []
+    if isinstance(given, str) and given != "all-linear" and not cfg.get("lora_target_linear"):
+        notes.append(f"lora_target_modules={given} is reckoned as all linear maps")
+    if cfg.get("lora_target_linear") or not targets:
+        targets = [*_ALL_LINEAR, *(name for name in targets if name not in _ALL_LINEAR)]
+    methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
+    return Run(
+        method=methods[quantised],
+        lora_rank=number(cfg, "lora_r", 8),
+        lora_targets=targets,
+        saved_modules=saved,
+        quantised=quantised,
+        weight_bytes=wide,
+        trained_bytes=4,
+    )
+
+
+def sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """ZeRO stage, offloading, and whether float32 copies of trained bf16 weights are kept.
+
+    Raises:
+        PoSEError: a value of a wrong type.
+    """
+    # Adapters are in float32 themselves; beacons are as the base is.
+    narrow = cfg.get("adapter") is None
+    narrow = narrow or (cfg.get("adapter") == "beacon" and block(cfg, "beacon").get("dtype") != "float32")
+    if cfg.get("fsdp_config") or cfg.get("fsdp_version") or cfg.get("fsdp"):
+        values = block(cfg, "fsdp_config")
+        offload = bool(values.get("offload_params") or values.get("fsdp_offload_params"))
+        whole = values.get("reshard_after_forward", values.get("fsdp_reshard_after_forward", True))
+        version = cfg.get("fsdp_version") or values.get("fsdp_version") or values.get("version")
+        # Gathered weights that are kept until the backward pass are whole at its beginning. accelerate widens weights
+        # under FSDP 1; under FSDP 2 Axolotl's own way of dividing them leaves bf16 as it is.
+        return {"stage": 3 if whole else 2, "offload": offload, "master": narrow and str(version) != "2"}
+    path = cfg.get("deepspeed")
+    if not path:
+        return {}
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else path
+    except (OSError, ValueError):
+        stage = next((n for n in (1, 2, 3) if f"zero{n}" in str(path)), 0)
+        notes.append(f"deepspeed={path} cannot be read here; taken for ZeRO-{stage} by its name")
+        return {"stage": stage, "master": narrow}
+    zero = block(block({"deepspeed": given}, "deepspeed"), "zero_optimization")
+    stage = number(zero, "stage", 0, least=0)
+    if stage > 3:
+        raise PoSEError(f"deepspeed: zero_optimization.stage={stage} cannot work: the stages of ZeRO are 0 to 3")
+    device = block(zero, "offload_optimizer").get("device")
+    return {"stage": stage, "offload": device not in (None, "none"), "master": narrow}
+
+
+def optimizer(name: str, notes: list[str]) -> str:
+    for known, names in _OPTIMIZERS.items():
+        if name in names or name == known:
+            return known
+    notes.append(f"optimizer={name} is reckoned as AdamW")
+    return "adamw"
+
+
+def keeps_remainders(cfg: Mapping[str, Any]) -> bool:
+    """Whether the optimizer keeps what bf16 weights round away of a step, or rounds by chance."""
+    given = cfg.get("optim_args") or {}
+    if isinstance(given, str):
+        given = dict(part.partition("=")[::2] for part in given.replace(" ", "").split(","))
+    asked = {name: str(value).lower() for name, value in given.items()} if isinstance(given, Mapping) else {}
+    if str(cfg.get("optimizer")) in _EXACT:
+        return asked.get("kahan_sum", "true") not in ("false", "0")
+    return any(asked.get(name) in ("true", "1", "yes", "on") for name in _EXACT_IF)
+
+
+def number(
+    cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True, most: float = math.inf
+) -> Any:
+    """A number of the YAML; Raises PoSEError for what is none, below `least`, or above `most`."""
+    value = cfg.get(key)
+    if value is None:
+        return default
+    try:
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not least <= found <= most or found == math.inf or (whole and found != int(found)):
+        limit = f" and at most {int(most)}" if most < math.inf else ""
+        raise PoSEError(
+            f"{key}={value!r} cannot work: a {'whole ' * whole}number of at least {least:g}{limit} is needed"
+        )
+    return int(found) if whole else found
+
+
+def block(cfg: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = cfg.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise PoSEError(f"{key}={value!r} is no block of keys; write them indented below `{key}:`")
+    return value
+
+
+def unknown_keys(cfg: Mapping[str, Any]) -> list[str]:
+    """A sentence for each key of a YAML that is read by nothing; none where Axolotl is not installed, or where a
+    plugin that is not Axolotl's own may bring keys.
+
+    Args:
+        cfg: the values of the YAML.
+    """
+    plugins = cfg.get("plugins") or []
+    names = [str(name) for name in plugins] if isinstance(plugins, list) else [str(plugins)]
+    if any(name.partition(".")[0] not in ("pose_plugin", "axolotl") for name in names):
+        return []
+    known = known_keys()
+    if not known:
+        return []
+    said = []
+    for key in cfg:
+        # Keys that begin with x- or a dot hold YAML anchors, by custom.
+        if key in known or str(key).startswith(("x-", ".", "_")):
+            continue
+        close = difflib.get_close_matches(str(key), known, n=1)
+        said.append(
+            f"{key}={_short(cfg[key])}: Axolotl knows no such key and will drop it without a word"
+            + (f". Is {close[0]} meant?" if close else "")
+        )
+    return said
+
+
+def known_keys() -> frozenset[str]:
+    """Names that the installed Axolotl's schema reads at the top level of a YAML; empty where there is none."""
+    spec = importlib.util.find_spec("axolotl")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    return _read(Path(next(iter(spec.submodule_search_locations))))
+
+
+@functools.cache
+def _read(root: Path) -> frozenset[str]:
+    schemas = root / "utils" / "schemas"
+    trees = {path.name: tree for path in sorted(schemas.glob("*.py")) if (tree := _parsed(path))}
+    classes = {node.name: node for tree in trees.values() for node in _classes(tree)}
+    found = set(_fields("AxolotlInputConfig", classes))
+    if not found:
+        return frozenset()
+    for name in ("config.py", "validation.py", "deprecated.py"):
+        found |= set(_looked_up(trees[name])) if name in trees else set()
+    # What Axolotl's own plugins add.
+    for path in sorted((root / "integrations").rglob("args.py")):
+        for node in _classes(tree) if (tree := _parsed(path)) else ():
+            found |= set(_annotated(node)) if node.name.endswith(("Args", "Config")) else set()
+    return frozenset(found) | _OWN
+
+
+def _classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def _fields(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Of a class and of the classes it is made from."""
+    node = classes.get(name)
+    if node is None:
+        return
+    yield from _annotated(node)
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            yield from _fields(base.id, classes)
+
+
+def _annotated(node: ast.ClassDef) -> Iterator[str]:
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            yield part.target.id
+            if isinstance(part.value, ast.Call):
+                # Other names of the field.
+                for word in part.value.keywords:
+                    if word.arg in ("alias", "validation_alias"):
+                        yield from filter(None, map(_text, ast.walk(word.value)))
+
+
+def _looked_up(tree: ast.Module) -> Iterator[str]:
+    """Names in `data.get("…")`, `data.pop("…")`, `data["…"]` and `"…" in data`: what validators read of the YAML."""
+    for node in ast.walk(tree):
+        name = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr in ("get", "pop") and _is_data(node.func.value):
+                name = _text(node.args[0])
+        elif isinstance(node, ast.Subscript) and _is_data(node.value):
+            name = _text(node.slice)
+        elif isinstance(node, ast.Compare) and any(map(_is_data, node.comparators)):
+            name = _text(node.left)
+        if name:
+            yield name
+
+
+def _is_data(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "data"
+
+
+def _text(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "…"

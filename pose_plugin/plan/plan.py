@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from pose_plugin.plan.advice import warnings_of
-from pose_plugin.plan.architecture import architecture
 from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
-from pose_plugin.plan.memory import memory
+from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.types import Bucket, Plan
 from pose_plugin.positions import coverage, simulable
 from pose_plugin.rope import rope_overrides

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pose_plugin.plan.architecture import Architecture
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.config_reader import Inputs
-from pose_plugin.plan.memory import Memory
+from pose_plugin.plan.memory import Architecture, Memory
 from pose_plugin.positions import Coverage
 from pose_plugin.rope.plan import RopePlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pose_plugin.plan.architecture import KNOWN, architecture
+from pose_plugin.plan.memory import KNOWN, architecture
 from pose_plugin.rope.read import as_config
 from pose_plugin.utils.errors import PoSEError
 

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("peft")
 
-from pose_plugin.plan.architecture import architecture
 from pose_plugin.plan.config_reader import from_yaml
-from pose_plugin.plan.memory import Run, memory
+from pose_plugin.plan.memory import Run, architecture, memory
 from pose_plugin.plan.plan import Plan, as_dict, make_plan
 from tests.integration.example_runs import BASES, FOLDER, ROOT, examples, read
 

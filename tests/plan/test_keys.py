@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from pose_plugin.cli.main import main
-from pose_plugin.plan import keys
-from pose_plugin.plan.config_reader import from_yaml
-from pose_plugin.plan.keys import known_keys, unknown_keys
+from pose_plugin.plan import config_reader as keys
+from pose_plugin.plan.config_reader import from_yaml, known_keys, unknown_keys
 from pose_plugin.utils.errors import PoSEError
 from tests.forked import LIMIT
 from tests.plan.test_plan import EXAMPLES, ROOT, base, values  # noqa: F401 - base is a fixture
@@ -101,7 +100,7 @@ def test_the_command_warns_and_imports_no_schema(base, tmp_path, capsys):  # noq
     assert main(["plan", str(path), "--draws", "50"]) == 0
     assert ("Is learning_rate meant?" in capsys.readouterr().out) is AXOLOTL
     code = (
-        "import sys; from pose_plugin.plan.keys import known_keys; known_keys(); "
+        "import sys; from pose_plugin.plan.config_reader import known_keys; known_keys(); "
         "sys.exit(int('torch' in sys.modules or any(name.startswith('axolotl.') for name in sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=LIMIT).returncode == 0

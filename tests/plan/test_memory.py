@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pose_plugin.plan.architecture import architecture
-from pose_plugin.plan.memory import NF4_BITS, NF4_BITS_SINGLE, OPTIMIZERS, Run, activations, layer_bytes, memory
+from pose_plugin.plan.memory import (
+    NF4_BITS,
+    NF4_BITS_SINGLE,
+    OPTIMIZERS,
+    Run,
+    activations,
+    architecture,
+    layer_bytes,
+    memory,
+)
 from tests.conftest import make_llama
 from tests.plan.test_architecture import LLAMA3_8B
 

