@@ -1,4 +1,4 @@
-"""`pose-plugin plan`: what a training run will do, before it starts."""
+"""`pose-plugin plan`: show what a training run will do before it starts."""
 
 from __future__ import annotations
 
@@ -19,87 +19,97 @@ examples:
   pose-plugin plan config.yaml --gpus 8 --gpu-memory 80 --output plan.png
   pose-plugin plan --base FOLDER --target-length 32768 --train-length 2048 --steps 1000 --rows-of-gpu 8 --gpus 8
 """
-# What a YAML says itself, with the options' defaults.
-_OWN = {
-    "target_length": None, "train_length": None, "sampler": None, "rope": None, "method": "full", "lora_rank": 16,
-    "rows_of_gpu": 1, "accumulate": 1, "zero": 0, "checkpointing": False,
-}  # fmt: skip
+# Options that a YAML sets itself, with their defaults.
+_IN_YAML = {
+    "target_length": None,
+    "train_length": None,
+    "sampler": None,
+    "rope": None,
+    "method": "full",
+    "lora_rank": 16,
+    "rows_of_gpu": 1,
+    "accumulate": 1,
+    "zero": 0,
+    "checkpointing": False,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command and return the function that runs it."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("config", nargs="?", help="an Axolotl YAML; without one, the settings are options")
-    add("--base", metavar="FOLDER", help="a folder with the base's config.json, where it is not on this machine under "
-        "the name in the YAML; weights are not needed")  # fmt: skip
-    add("--target-length", type=int, help="L_t, the wanted window in tokens")
-    add("--train-length", type=int, help="L_c, the trained window in tokens")
+    add("config", nargs="?", help="an Axolotl YAML; without one, give the settings as options")
+    add("--base", metavar="FOLDER", help="a folder with the base's config.json, if the YAML names a model that is not "
+        "on this machine; weights are not needed")  # fmt: skip
+    add("--target-length", type=int, help="the wanted window in tokens")
+    add("--train-length", type=int, help="the trained window in tokens")
     add("--rope", help="yarn, linear, ntk, llama3, auto, …, or base:2e8 (default yarn)")
     add("--sampler", help="pose, clamped, randpos, cream, turns, sentences or none (default pose)")
     add("--method", choices=("full", "lora", "qlora", "8bit"), default="full", help="default full")
     add("--lora-rank", type=int, default=16, help="default 16, on all linear maps")
     add("--gpus", type=int, default=1, help="default 1")
-    add("--gpu-memory", type=float, metavar="GIB", help="of each, to be told whether the run fits")
-    add("--rows-of-gpu", type=int, default=1, help="rows of a batch on each GPU (a YAML says it)")
-    add("--accumulate", type=int, default=1, help="batches of a step (a YAML says it)")
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage; 3 also for FSDP (a YAML says it)")
-    add("--checkpointing", action="store_true", help="gradient checkpointing (a YAML says it)")
-    add("--steps", type=int, help="of the training; default: of the YAML, or from --rows")
-    add("--rows", type=int, help="rows of the data set; default: counted where it is a .jsonl file here")
+    add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; a run that does not fit gets a warning")
+    add("--rows-of-gpu", type=int, default=1, help="rows of a batch on each GPU (not with a YAML)")
+    add("--accumulate", type=int, default=1, help="batches per step (not with a YAML)")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage; 3 also for FSDP (not with a YAML)")
+    add("--checkpointing", action="store_true", help="gradient checkpointing (not with a YAML)")
+    add("--steps", type=int, help="of the training; default: those of the YAML, or from --rows")
+    add("--rows", type=int, help="rows of the data set; default: counted if it is a local .jsonl file")
     add("--draws", type=int, help="simulated rows for the coverage (default 4000)")
-    add("--output", metavar="FILE", help="the picture, .png, .svg or .pdf")
+    add("--output", metavar="FILE", help="draw a picture: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
     return run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the plan, prints it and draws it.
+    """Make the plan, draw it if asked to, and print it.
 
     Raises:
         PoSEError: input that cannot work.
     """
     from pose_plugin.plan import report
     from pose_plugin.plan.plan import as_dict, make_plan
+    from pose_plugin.utils.plots import check_ending, require_matplotlib
 
     for name in ("gpus", "rows_of_gpu", "accumulate", "steps", "rows", "draws", "lora_rank", "gpu_memory"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise PoSEError(f"--{name.replace('_', '-')} {value} must be above 0, and a number")
-    inputs = _inputs(args)
+            raise PoSEError(f"{_option(name)} {value} must be a number above 0")
     if args.output:
-        from pose_plugin.utils.plots import check_ending, require_matplotlib
-
+        # Before the plan, which can take a minute.
         require_matplotlib()
         check_ending(Path(args.output))
-    plan = make_plan(inputs, args.gpu_memory, args.draws)
-    written = None
+    plan = make_plan(_inputs(args), args.gpu_memory, args.draws)
     if args.output:
-        from pose_plugin.plan.figure import draw_plan
-
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        written = draw_plan(plan, args.output)
-    print(json.dumps(as_dict(plan), indent=2, ensure_ascii=False) if args.json else report.text(plan))
-    if written and not args.json:
-        print(f"\nWritten: {written}")
+        report.draw_plan(plan, args.output)
+    if args.json:
+        print(json.dumps(as_dict(plan), indent=2, ensure_ascii=False))
+        return 0
+    print(report.text(plan))
+    if args.output:
+        print(f"\nWritten: {args.output}")
     return 0
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _inputs(args: argparse.Namespace) -> Inputs:
+    """Read the YAML, or build the same values from the options."""
     from pose_plugin.plan.config_reader import from_values, from_yaml
 
     given = {"gpus": args.gpus, "steps": args.steps, "rows": args.rows}
     if args.config is not None:
-        twice = [name for name, default in _OWN.items() if getattr(args, name) != default]
+        twice = [name for name, default in _IN_YAML.items() if getattr(args, name) != default]
         if twice:
-            option = f"--{twice[0].replace('_', '-')}"
-            raise PoSEError(f"{option} and {args.config} both say what is trained; change it in the YAML")
+            raise PoSEError(f"{_option(twice[0])} cannot go with {args.config}, which sets it; change it there")
         return from_yaml(args.config, args.base, **given)
-    missing = [
-        f"--{name.replace('_', '-')}" for name in ("base", "target_length", "train_length") if not getattr(args, name)
-    ]
+    missing = [_option(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]
     if missing:
-        raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML, or these")
+        raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML, or these options")
     values: dict[str, Any] = {
         "base_model": args.base,
         "sequence_len": args.train_length,
@@ -111,17 +121,22 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         "deepspeed": {"zero_optimization": {"stage": args.zero}} if args.zero else None,
     }
     if args.method != "full":
-        values |= {"adapter": "qlora" if args.method == "qlora" else "lora", "lora_r": args.lora_rank,
-                   "lora_target_linear": True, "load_in_4bit": args.method == "qlora",
-                   "load_in_8bit": args.method == "8bit"}  # fmt: skip
+        values |= {
+            "adapter": "qlora" if args.method == "qlora" else "lora",
+            "lora_r": args.lora_rank,
+            "lora_target_linear": True,
+            "load_in_4bit": args.method == "qlora",
+            "load_in_8bit": args.method == "8bit",
+        }
     return from_values(values, **given)
 
 
 def _rope(value: str | None) -> Any:
+    """Return the value of `pose.rope` for --rope, e.g. {"type": "base", "theta": 2e8} for base:2e8."""
     kind, colon, theta = (value or "yarn").partition(":")
     if not colon:
         return kind
     try:
         return {"type": kind, "theta": float(theta)}
     except ValueError:
-        raise PoSEError(f"--rope {value}: the base must be a number, e.g. base:2e8") from None
+        raise PoSEError(f"--rope {value}: {theta!r} must be a number, e.g. base:2e8") from None

@@ -1,4 +1,4 @@
-"""What to reconsider of a plan: warnings, each with a way out."""
+"""Warnings about a plan, each with a fix."""
 
 from __future__ import annotations
 
@@ -7,133 +7,120 @@ import numpy as np
 from pose_plugin.plan.types import Plan
 from pose_plugin.rope.read import read_rope
 
-# A distance in fewer rows is hardly trained; the paper's runs hold most of theirs in some thousands.
+# A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
 FEW_ROWS = 100
 # arXiv 2309.10400: 1000 steps of 64 rows.
 PAPER_ROWS = 64_000
-_NO_STEPS = "the number of steps is not known here: give --steps, or --rows of the data set"
+# bf16 keeps 8 bits, so the neighbours of a weight w are at least w/256 away: a step below w/512 is rounded away.
+LOST_BEYOND = 512
 
 
 def warnings_of(plan: Plan) -> list[str]:
-    """Everything to reconsider, in the order in which it is told."""
+    """Return all warnings, in the order in which they are printed."""
     inputs, settings = plan.inputs, plan.inputs.settings
-    said = [*inputs.warnings, *(plan.rope.warnings if plan.rope else ())]
-    said += _of_beacon(plan) if inputs.beacon is not None else _of_coverage(plan)
-    said += _of_precision(plan)
-    if not plan.model.known:
-        said.append(
-            f"parameters of model type {inputs.config.get('model_type')!r} are counted as a Llama's of the same sizes"
-        )
-    if plan.gpu_bytes and plan.memory.total > plan.gpu_bytes:
-        said.append(
-            f"{plan.memory.total / 2**30:.1f} GiB are reckoned on each GPU, which has {plan.gpu_bytes / 2**30:g}. "
-            f"{_less(plan)}"
-        )
-    if inputs.beacon is not None:
-        return said
+    warnings = [*inputs.warnings, *(plan.rope.warnings if plan.rope else ())]
+    if inputs.steps is None and (settings or inputs.beacon):
+        warnings.append("the number of steps is not known here: give --steps, or --rows of the data set")
+    warnings += _about_beacons(plan) if inputs.beacon else _about_coverage(plan)
+    warnings += _about_precision(plan)
+    warnings += _about_memory(plan)
+    if inputs.beacon:
+        return warnings
     if settings is None:
-        said.append("there is no `pose:` block: nothing is extended, and only tokens and memory are planned")
-        return said
+        warnings.append("there is no `pose:` block: nothing is extended, and only tokens and memory are planned")
+        return warnings
     original = plan.rope.original_length if plan.rope else read_rope(dict(inputs.config)).original_length
     if plan.window > original:
-        said.append(
-            f"the trained window, {plan.window}, is longer than the base's own, {original}: distances beyond it are "
-            "trained in every row, and memory is what it takes"
+        warnings.append(
+            f"the trained window, {plan.window}, is longer than the base's own, {original}: every row trains distances "
+            "beyond it and needs memory for the whole window. A smaller sequence_len needs less"
         )
-    said += _of_frozen(plan, original)
+    warnings += _about_frozen_parts(plan, original)
     if settings.sampler == "turns" and not inputs.chat:
-        said.append(
-            "sampler=turns needs chats: no data set is of type chat_template. Plain text is cut anywhere, as by pose"
+        warnings.append(
+            "sampler=turns needs chats, but no data set is of type chat_template: plain text is split anywhere, as "
+            "by sampler: pose"
         )
     if settings.content in ("skip", "window", "aligned") and inputs.chat:
-        said.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")
-    return said
+        warnings.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")
+    return warnings
 
 
-def _of_coverage(plan: Plan) -> list[str]:
-    said: list[str] = []
-    if plan.inputs.settings is None or plan.target is None:
-        return said
-    if plan.inputs.steps is None:
-        said.append(_NO_STEPS)
+def _about_coverage(plan: Plan) -> list[str]:
+    """Return warnings about distances that few or no rows hold."""
+    if plan.target is None:
+        return []
     if plan.seen is None:
-        said.append("the target is too long to simulate; see pose-plugin coverage with smaller numbers")
-        return said
+        return ["the target is too long to simulate; run pose-plugin coverage with smaller numbers"]
+    warnings: list[str] = []
     chances = plan.seen.probability[1:]
     never = np.flatnonzero(chances == 0)
-    if never.size > plan.target * 0.05:
-        said.append(
-            f"{never.size} of {plan.target - 1} distances are in no row, the nearest {never[0] + 1}: the target is "
-            "beyond what the sampler reaches"
+    unreachable = never.size > plan.target * 0.05
+    if unreachable:
+        warnings.append(
+            f"{never.size} of {plan.target - 1} distances are in no row, the nearest {never[0] + 1}: the sampler does "
+            "not reach the target. Use another sampler or a nearer target"
         )
-    rows = plan.rows
-    if rows:
-        before = chances[: max(plan.target - plan.window, 1)]
-        # Those that are in no row have been told.
-        rare = np.flatnonzero((before * rows < FEW_ROWS) & ((before > 0) | (never.size <= plan.target * 0.05)))
-        if rare.size:
-            said.append(
-                f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
-                f"{rare[0] + 1}; more steps, more chunks or a nearer target train them"
-            )
-        if rows < PAPER_ROWS // 20:
-            said.append(
-                f"{rows} rows in all are few: the PoSE paper trained {PAPER_ROWS} (1000 steps of 64), and less than a "
-                "twentieth of that is little to learn new distances from"
-            )
-    return said
+    if not plan.rows:
+        return warnings
+    # The last window before the target is rare in every uniform scheme.
+    before = chances[: max(plan.target - plan.window, 1)]
+    few = before * plan.rows < FEW_ROWS
+    if unreachable:
+        few &= before > 0  # the others are in the warning above
+    rare = np.flatnonzero(few)
+    if rare.size:
+        warnings.append(
+            f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
+            f"{rare[0] + 1}; train more steps, more chunks or a nearer target"
+        )
+    if plan.rows < PAPER_ROWS // 20:
+        warnings.append(
+            f"{plan.rows} rows in all are less than a twentieth of the PoSE paper's {PAPER_ROWS} (1000 steps of 64), "
+            "which may be too few to learn new distances; train more steps or larger batches"
+        )
+    return warnings
 
 
-def _of_beacon(plan: Plan) -> list[str]:
-    said: list[str] = []
-    if plan.inputs.steps is None:
-        said.append(_NO_STEPS)
+def _about_beacons(plan: Plan) -> list[str]:
+    """Return warnings about texts that are too long or too short to condense."""
     beacon = plan.beacon
     if beacon is None:
-        return said
+        return []
     if beacon.refused:
-        said.append(
+        return [
             f"a text of sequence_len={beacon.text} tokens will stop the training: {beacon.refused}. A smaller "
             "sequence_len cuts texts shorter"
-        )
-    elif not beacon.intervals:
-        said.append(
-            f"sequence_len={beacon.text} is no longer than beacon.interval={beacon.interval}: no text is condensed, so "
-            "nothing is trained, and the run ends with a warning. Raise sequence_len, or lower the interval"
-        )
-    return said
+        ]
+    if not beacon.intervals:
+        return [
+            f"sequence_len={beacon.text} is not longer than beacon.interval={beacon.interval}: no text is condensed, "
+            "so nothing is trained, and the run ends with a warning. Raise sequence_len, or lower the interval"
+        ]
+    return []
 
 
-# A step is lost up and down in every bf16 weight of more than 512 steps: its neighbours are 1/256 of it away or more.
-_LOST_BEYOND = 512
-
-
-def _of_precision(plan: Plan) -> list[str]:
+def _about_precision(plan: Plan) -> list[str]:
+    """Return a warning if trained bf16 weights lose small steps."""
     inputs, run = plan.inputs, plan.inputs.run
     rate = inputs.learning_rate
-    if inputs.bf16 is None or run.method not in ("full", "beacon") or (rate and rate * _LOST_BEYOND >= 1):
+    if inputs.bf16 is None or run.method not in ("full", "beacon") or (rate and rate * LOST_BEYOND >= 1):
         return []
-    small = (
-        f"a step as long as learning_rate={rate:g} is rounded away in every weight above {rate * _LOST_BEYOND:.2g}"
-        if rate
-        else "small steps are rounded away"
-    )
+    lost = "small steps are rounded away"
+    if rate:
+        lost = f"a step of learning_rate={rate:g} is rounded away in every weight above {rate * LOST_BEYOND:.2g}"
+    rounding = "optimizer: adamw_torch_8bit with optim_args: {bf16_stochastic_round: true}"
     if run.method == "beacon":
-        ways = "`dtype: float32` in the `beacon:` block, or DeepSpeed"
+        fix = "`dtype: float32` in the `beacon:` block, or DeepSpeed"
     elif run.stage >= 2 and not run.master:
-        ways = (
-            "deepspeed: …/zero3.json in the place of FSDP 2, or optimizer: adamw_torch_8bit with optim_args: "
-            "{bf16_stochastic_round: true} and fp32_norms: true"
-        )
+        fix = f"deepspeed: …/zero3.json instead of FSDP 2, or {rounding} and fp32_norms: true"
     else:
-        ways = (
-            "deepspeed: …/zero2.json, on one GPU too, or optimizer: adamw_torch_8bit with optim_args: "
-            "{bf16_stochastic_round: true}, or bf16: false, or an adapter"
-        )
-    return [f"{inputs.bf16} keeps the trained weights in bf16, with no float32 copy of them: {small}. Ways out: {ways}"]
+        fix = f"deepspeed: …/zero2.json (on one GPU too), or {rounding}, or bf16: false, or an adapter"
+    return [f"{inputs.bf16} keeps the trained weights in bf16 without a float32 copy: {lost}. Use {fix}"]
 
 
-def _of_frozen(plan: Plan, original: int) -> list[str]:
+def _about_frozen_parts(plan: Plan, original: int) -> list[str]:
+    """Return a warning if an adapter leaves parts frozen that a large stretch needs trained."""
     from pose_plugin.training.frozen import LARGE
 
     run = plan.inputs.run
@@ -145,12 +132,29 @@ def _of_frozen(plan: Plan, original: int) -> list[str]:
         return []
     return [
         f"the adapter leaves {' and '.join(frozen)} frozen, and {original} → {plan.target} tokens is a stretch by "
-        f"{plan.target / original:g}: LongLoRA (arXiv 2309.12307) needed them trained at 8. Add them to "
+        f"{plan.target / original:g}: LongLoRA (arXiv 2309.12307) had to train them for a stretch by 8. Add them to "
         "lora_modules_to_save"
     ]
 
 
-def _less(plan: Plan) -> str:
+def _about_memory(plan: Plan) -> list[str]:
+    """Return warnings if the run does not fit the GPU, or if the model's sizes are a guess."""
+    warnings = []
+    if not plan.model.known:
+        warnings.append(
+            f"model_type={plan.inputs.config.get('model_type')!r} is not known to transformers: parameters are counted "
+            "as those of a Llama of the same sizes"
+        )
+    if plan.gpu_bytes and plan.memory.total > plan.gpu_bytes:
+        warnings.append(
+            f"each GPU needs about {plan.memory.total / 2**30:.1f} GiB and has {plan.gpu_bytes / 2**30:g}. "
+            f"{_savings(plan)}"
+        )
+    return warnings
+
+
+def _savings(plan: Plan) -> str:
+    """Return which settings would need less memory."""
     run = plan.inputs.run
     ways = []
     if not run.checkpointing:
@@ -161,6 +165,8 @@ def _less(plan: Plan) -> str:
         ways.append("ZeRO-3 or FSDP")
     if run.method in ("full", "lora"):
         ways.append("adapter: qlora with load_in_4bit: true")
+    if run.quantised and plan.model.experts and not run.quantised_experts:
+        ways.append("quantize_moe_experts: true")
     if run.rows > 1:
         ways.append(f"micro_batch_size: {run.rows // 2}")
-    return f"What takes less: {', '.join(ways)}" if ways else "Use more or larger GPUs, or a shorter window"
+    return f"To save memory: {', '.join(ways)}" if ways else "Use more or larger GPUs, or a shorter window"

@@ -1,22 +1,40 @@
-"""What is planned: from an Axolotl YAML or from options, with the base's config.json beside it."""
+"""Read what is to be planned: an Axolotl YAML (or the same values from options) and the base's config.json."""
 
 from __future__ import annotations
 
 import copy
+import difflib
+import importlib.util
+import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.plan.keys import unknown_keys
 from pose_plugin.plan.memory import Run
-from pose_plugin.plan.setup import FUSED_LOSSES, block, keeps_remainders, method, number, optimizer, sharding
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.files import read_json
 
-# As of the lengths in a `pose:` block.
+# The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
+# Axolotl's names of optimizers by the name in `memory.OPTIMIZERS`.
+_OPTIMIZERS = {
+    "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+    "adamw_8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+    "adamw_4bit": ("adamw_torch_4bit",),
+    "lion": ("lion_32bit", "paged_lion_32bit", "lion_pytorch"),
+    "lion_8bit": ("lion_8bit", "paged_lion_8bit"),
+    "adafactor": ("adafactor",),
+    "sgd": ("sgd",),
+}
+_FUSED_LOSSES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy")
+# Optimizers that keep what bf16 rounds away, always or with an argument.
+_EXACT = ("optimi_adamw", "stable_adamw", "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion")
+_EXACT_IF = ("bf16_stochastic_round", "use_kahan_summation")
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @dataclass(frozen=True)
@@ -26,19 +44,18 @@ class Inputs:
     Attributes:
         base: the base's name or folder.
         config: its config.json.
-        settings: the `pose:` block with the window filled in; None where the run has none.
-        run: what memory depends on.
+        settings: the `pose:` block with the trained window filled in; None if the run has no such block.
+        run: what the memory of a step depends on.
         accumulate: batches of a GPU in one step.
-        steps: of the training; None where neither the YAML nor the data on this machine tell.
-        rows: of the data set; None where they are not known.
-        packed: several documents share a row.
-        chat: rows are made by a chat template.
-        beacon: the values of the YAML, where its adapter is beacon; else None.
-        bf16: how the YAML asks for bf16, where the trained weights are then kept in it; None where small steps are not
-            rounded away.
-        learning_rate: where the YAML has one.
-        notes: what was taken for granted.
-        warnings: of keys and plugins.
+        steps: of the training; None if neither the YAML nor local data tell.
+        rows: of the data set; None if they are not known.
+        packed: whether several documents share a row.
+        chat: whether rows are made by a chat template.
+        beacon: the values of the YAML if its adapter is beacon, else None.
+        bf16: the YAML's setting that keeps trained weights in bf16, e.g. "bf16=True"; None if no steps are lost.
+        learning_rate: of the YAML, if it has one.
+        notes: assumptions.
+        warnings: about keys and plugins.
     """
 
     base: str
@@ -58,12 +75,12 @@ class Inputs:
 
 
 def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs:
-    """Reads an Axolotl YAML.
+    """Read an Axolotl YAML.
 
     Args:
         path: of the file.
-        base: a folder with the base's config.json, where the name in the YAML is of the Hub.
-        given: what is not in the YAML or shall differ: `gpus`, `steps`, `rows`.
+        base: a folder with the base's config.json, if the YAML names a model of the Hub.
+        given: `gpus`, and `steps` or `rows` in the place of the YAML's; see `from_values`.
 
     Raises:
         PoSEError: the file cannot be read, or the base's config.json is not on this machine.
@@ -74,138 +91,337 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
         raise PoSEError("reading a YAML needs PyYAML: pip install pyyaml, or give the settings as options") from None
     path = Path(path)
     if not path.is_file():
-        raise PoSEError(f"{path} is no file; give an Axolotl YAML, or --target-length and --train-length")
+        raise PoSEError(f"{path} is not a file; give an Axolotl YAML, or --target-length and --train-length")
     try:
         cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PoSEError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(cfg, dict) or not cfg.get("base_model") or not isinstance(cfg["base_model"], str):
-        raise PoSEError(f"{path} has no base_model: an Axolotl YAML is needed")
-    found = from_values(cfg, base, **given)
-    warnings = unknown_keys(cfg)
-    if (found.settings or found.beacon is not None) and not _names_us(cfg):
-        warnings.append(FORGOTTEN_LINE)
-    return replace(found, warnings=warnings)
-
-
-def _names_us(cfg: Mapping[str, Any]) -> bool:
+        raise PoSEError(f"{path} has no base_model; give an Axolotl YAML")
+    inputs = from_values(cfg, base, **given)
     plugins = cfg.get("plugins") or []
     if not isinstance(plugins, list):
-        raise PoSEError(f"plugins={plugins!r} is no list; write plugins: [pose_plugin]")
-    return any(str(name).startswith("pose_plugin") for name in plugins)
+        raise PoSEError(f"plugins={plugins!r} is not a list; write plugins: [pose_plugin]")
+    warnings = unknown_keys(cfg)
+    if (inputs.settings or inputs.beacon) and not any(str(name).startswith("pose_plugin") for name in plugins):
+        warnings.append(FORGOTTEN_LINE)
+    return replace(inputs, warnings=warnings)
 
 
-def from_values(cfg: Mapping[str, Any], base: str | None = None, **given: Any) -> Inputs:
-    """The same for the values of an Axolotl YAML."""
+def from_values(
+    cfg: Mapping[str, Any],
+    base: str | None = None,
+    gpus: int = 1,
+    steps: int | None = None,
+    rows: int | None = None,
+) -> Inputs:
+    """Read the values of an Axolotl YAML.
+
+    Args:
+        cfg: the values by their keys.
+        base: a folder with the base's config.json, if `base_model` is a name of the Hub.
+        gpus: number of GPUs, which no YAML names.
+        steps: of the training; None: `max_steps`, or epochs of the rows.
+        rows: of the data set; None: the lines of its local .jsonl files.
+
+    Raises:
+        PoSEError: a value of a wrong type, or the base's config.json is not on this machine.
+    """
     notes: list[str] = []
     name = str(cfg["base_model"])
     config = base_config(base or cfg.get("base_model_config") or name, name)
-    window = number(cfg, "sequence_len", None, most=LONGEST)
     beacon = cfg if cfg.get("adapter") == "beacon" else None
     if beacon is not None or cfg.get("beacon") is not None:
-        _refuse_as_the_run(cfg, notes)
-    settings = None
-    if cfg.get("pose") is not None:
-        given_block = cfg["pose"]
-        if isinstance(given_block, dict) and given_block.get("train_length") is None and window:
-            given_block = {**given_block, "train_length": window}
-        settings = parse_settings(given_block)
-    size = (settings.train_length if settings else None) or window
-    if not size:
-        raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
-    batch, accumulate = number(cfg, "micro_batch_size", 1), number(cfg, "gradient_accumulation_steps", 1)
-    gpus = int(given.get("gpus") or 1)
-    rows = given.get("rows") or _rows(cfg, notes)
+        _check_beacon(cfg, notes)
+    settings, window = _settings(cfg)
+    accumulate = number(cfg, "gradient_accumulation_steps", 1)
     run = replace(
-        method(cfg, notes), **sharding(cfg, notes), gpus=gpus, rows=batch, window=int(size),
-        optimizer=optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
+        _method(cfg, notes),
+        **_sharding(cfg, notes),
+        gpus=gpus,
+        rows=number(cfg, "micro_batch_size", 1),
+        window=window,
+        optimizer=_optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
         checkpointing=bool(cfg.get("gradient_checkpointing")),
         eager=cfg.get("attn_implementation") == "eager",
-        fused_loss=any(cfg.get(key) for key in FUSED_LOSSES),
-    )  # fmt: skip
-    packed = bool(cfg.get("sample_packing"))
-    # -1, as 0, leaves it to the epochs.
-    steps = given.get("steps") or max(number(cfg, "max_steps", 0, least=-1), 0)
-    epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
-    gone = [each["path"] for each in _datasets(cfg) if _is_missing_file(each.get("path"))]
-    if not steps and not rows and gone:
-        notes.append(f"datasets: {gone[0]} is not on this machine, as seen from here, so its rows are not counted")
-    if not steps and rows:
-        if not given.get("rows"):
-            notes += _of_rows(rows, packed, any(each.get("type") == "completion" for each in _datasets(cfg)))
-        steps = max(1, int(rows * epochs / (batch * accumulate * gpus)))
+        fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
+    )
+    steps, rows = _steps_and_rows(cfg, run.rows * accumulate * gpus, steps, rows, notes)
     return Inputs(
-        base=name, config=config, settings=settings, run=run, accumulate=accumulate,
-        steps=int(steps) if steps else None, rows=rows, packed=packed,
+        base=name,
+        config=config,
+        settings=settings,
+        run=run,
+        accumulate=accumulate,
+        steps=steps,
+        rows=rows,
+        packed=bool(cfg.get("sample_packing")),
         chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
-        beacon=beacon, bf16=_narrow(cfg, run),
-        learning_rate=number(cfg, "learning_rate", None, least=0, whole=False), notes=notes,
-    )  # fmt: skip
+        beacon=beacon,
+        bf16=_lossy_bf16(cfg, run),
+        learning_rate=number(cfg, "learning_rate", None, least=0, whole=False),
+        notes=notes,
+    )
 
 
-def _is_missing_file(path: Any) -> bool:
-    """Whether that names a file, not a data set of the Hub, which is not here."""
-    return Path(str(path)).suffix in (".jsonl", ".json", ".parquet", ".csv") and not Path(str(path)).exists()
-
-
-def _refuse_as_the_run(cfg: Mapping[str, Any], notes: list[str]) -> None:
-    """What the real run refuses of a `beacon:` block and beside it, by the same function.
+def number(
+    cfg: Mapping[str, Any], key: str, default: Any, least: float = 1, whole: bool = True, most: float = math.inf
+) -> Any:
+    """Return a number of the YAML, or `default` if the key is missing.
 
     Raises:
-        PoSEError: as the run would; and for blocks that are none, which Axolotl refuses by itself.
+        PoSEError: the value is not a number, not whole, below `least` or above `most`.
+    """
+    value = cfg.get(key)
+    if value is None:
+        return default
+    try:
+        # YAML reads 1e-5 as text, and true would otherwise count as 1.
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not least <= found <= most or found == math.inf or (whole and found != int(found)):
+        limit = f" and at most {int(most)}" if most < math.inf else ""
+        raise PoSEError(
+            f"{key}={value!r} cannot work: it must be a {'whole ' * whole}number of at least {least:g}{limit}"
+        )
+    return int(found) if whole else found
+
+
+def block(cfg: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the values of a nested block, empty if it is missing.
+
+    Raises:
+        PoSEError: the value is not a block.
+    """
+    value = cfg.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise PoSEError(f"{key}={value!r} is not a block of keys; write them indented below `{key}:`")
+    return value
+
+
+def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
+    """Return the `pose:` block, and the trained window in tokens."""
+    window = number(cfg, "sequence_len", None, most=LONGEST)
+    settings = None
+    values = cfg.get("pose")
+    if values is not None:
+        if isinstance(values, dict) and values.get("train_length") is None and window:
+            values = {**values, "train_length": window}
+        settings = parse_settings(values)
+        window = settings.train_length or window
+    if not window:
+        raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
+    return settings, int(window)
+
+
+def _check_beacon(cfg: Mapping[str, Any], notes: list[str]) -> None:
+    """Check a `beacon:` block, and the keys it cannot go with, by the function that the run uses.
+
+    Raises:
+        PoSEError: as the run would; and for values that must be blocks, which Axolotl itself would refuse.
     """
     for key in ("pose", "gradient_checkpointing_kwargs", "bnb_config_kwargs", "overrides_of_model_kwargs"):
         block(cfg, key)
     try:
         from pose_plugin.frameworks.axolotl_beacon import prepare
-
-        # It sets keys as the run needs them.
-        prepare(copy.deepcopy(dict(cfg)))
     except ImportError:
         notes.append('the `beacon:` block is not checked: PEFT is missing, pip install "peft>=0.20"')
+        return
+    # On a copy, because it changes keys as the run needs them.
+    prepare(copy.deepcopy(dict(cfg)))
 
 
-def _narrow(cfg: Mapping[str, Any], run: Run) -> str | None:
-    """How bf16 is asked for, where trained weights stay in it without a float32 copy."""
-    asked = next((f"{key}={cfg[key]}" for key in ("bf16", "bfloat16") if cfg.get(key)), None)
-    if asked is None and cfg.get("bf16") is None:
-        asked = "bf16=auto, the default"
-    if cfg.get("fp16"):
-        asked = None
-    kept = run.master or run.trained_bytes != 2 or keeps_remainders(cfg)
-    return None if kept else asked
+# -- what the memory of a step depends on ----------------------------------------------------------------------------
 
 
-def _of_rows(rows: int, packed: bool, completion: bool) -> list[str]:
-    """How lines of a file and rows of the training differ."""
-    if packed and completion:
-        return [
-            f"steps are counted as if each of the {rows} lines were a row, and there may be more or fewer: type "
-            "completion makes several pieces of a text longer than sequence_len (and leaves out what is behind 64 of "
-            "them), and sample_packing puts several pieces into a row. Axolotl logs the number"
-        ]
-    if packed:
-        return [
-            f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
-            "as counted here; Axolotl logs the number"
-        ]
-    if completion:
-        return [
-            f"each of the {rows} lines is counted as one row, but type completion makes several of a text longer "
-            "than sequence_len, so there may be more steps than counted here; Axolotl logs the number"
-        ]
-    return []
+def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
+    """Return how weights are kept and which are trained. Assumptions are added to `notes`.
+
+    Raises:
+        PoSEError: a value of a wrong type.
+    """
+    adapter = cfg.get("adapter")
+    # Without bf16 and fp16 Axolotl loads and computes in float32.
+    wide = 2 if cfg.get("bf16") in (True, "auto", None) or cfg.get("bfloat16") or cfg.get("fp16") else 4
+    if cfg.get("bf16") not in (True, False, "auto", None):
+        notes.append(f"bf16={cfg.get('bf16')!r} is refused by Axolotl (true, false or auto); estimated as for false")
+    if adapter is None:
+        return Run(method="full", weight_bytes=wide, trained_bytes=wide)
+    quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
+    base = Run(quantised=quantised, quantised_experts=bool(cfg.get("quantize_moe_experts")), weight_bytes=wide)
+    if adapter == "beacon":
+        values = block(cfg, "beacon")
+        if values.get("exclude_modules"):
+            notes.append("beacon.exclude_modules: the excluded modules are counted as if they were trained")
+        return replace(
+            base,
+            method="beacon",
+            lora_rank=number(values, "rank", 0, least=0),
+            lora_targets=values.get("target_modules") or _PROJECTIONS,
+            trained_bytes=4 if values.get("dtype") == "float32" else wide,
+        )
+    if adapter not in ("lora", "qlora"):
+        notes.append(f"adapter={adapter}: memory is estimated as for LoRA")
+    elif adapter == "qlora" and not quantised:
+        notes.append("adapter=qlora without load_in_4bit: true is refused by Axolotl; estimated as for LoRA")
+    saved = cfg.get("lora_modules_to_save") or []
+    if not isinstance(saved, list):
+        raise PoSEError(f"lora_modules_to_save={saved!r} is not a list; write [{saved}]")
+    targets = "all-linear" if cfg.get("lora_target_linear") else cfg.get("lora_target_modules") or "all-linear"
+    methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
+    return replace(
+        base,
+        method=methods[quantised],
+        lora_rank=number(cfg, "lora_r", 8),
+        lora_targets=targets,
+        saved_modules=saved,
+        trained_bytes=4,
+    )
+
+
+def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the ZeRO stage, offloading, and whether float32 copies of trained bf16 weights are kept.
+
+    Raises:
+        PoSEError: a value of a wrong type.
+    """
+    # Adapters are in float32 themselves; beacons have the base's type.
+    narrow = cfg.get("adapter") is None
+    narrow = narrow or (cfg.get("adapter") == "beacon" and block(cfg, "beacon").get("dtype") != "float32")
+    if cfg.get("fsdp_config") or cfg.get("fsdp_version") or cfg.get("fsdp"):
+        values = block(cfg, "fsdp_config")
+        offload = bool(values.get("offload_params") or values.get("fsdp_offload_params"))
+        reshard = values.get("reshard_after_forward", values.get("fsdp_reshard_after_forward", True))
+        version = cfg.get("fsdp_version") or values.get("fsdp_version") or values.get("version")
+        # Without resharding, gathered weights stay until the backward pass, so all are whole when it begins.
+        # accelerate widens weights under FSDP 1; under FSDP 2 Axolotl shards the model itself and leaves bf16 as it is.
+        return {"stage": 3 if reshard else 2, "offload": offload, "master": narrow and str(version) != "2"}
+    path = cfg.get("deepspeed")
+    if not path:
+        return {}
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else path
+    except (OSError, ValueError):
+        stage = next((n for n in (1, 2, 3) if f"zero{n}" in str(path)), 0)
+        notes.append(f"deepspeed={path} cannot be read here; assumed to be ZeRO-{stage} by its name")
+        return {"stage": stage, "master": narrow}
+    zero = block(block({"deepspeed": given}, "deepspeed"), "zero_optimization")
+    stage = number(zero, "stage", 0, least=0, most=3)
+    device = block(zero, "offload_optimizer").get("device")
+    return {"stage": stage, "offload": device not in (None, "none"), "master": narrow}
+
+
+def _optimizer(name: str, notes: list[str]) -> str:
+    """Return the name in `memory.OPTIMIZERS`."""
+    for known, names in _OPTIMIZERS.items():
+        if name in names or name == known:
+            return known
+    notes.append(f"optimizer={name}: memory is estimated as for AdamW")
+    return "adamw"
+
+
+def _lossy_bf16(cfg: Mapping[str, Any], run: Run) -> str | None:
+    """Return the setting that keeps trained weights in bf16, if nothing keeps what bf16 rounds away of a step."""
+    setting = next((f"{key}={cfg[key]}" for key in ("bf16", "bfloat16") if cfg.get(key)), None)
+    if setting is None and cfg.get("bf16") is None:
+        setting = "bf16=auto, the default,"
+    lossless = cfg.get("fp16") or run.master or run.trained_bytes != 2 or _exact_optimizer(cfg)
+    return None if lossless else setting
+
+
+def _exact_optimizer(cfg: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer keeps what bf16 rounds away of a step, or rounds at random."""
+    given = cfg.get("optim_args") or {}
+    if isinstance(given, str):
+        given = dict(part.partition("=")[::2] for part in given.replace(" ", "").split(","))
+    options = {name: str(value).lower() for name, value in given.items()} if isinstance(given, Mapping) else {}
+    if str(cfg.get("optimizer")) in _EXACT:
+        return options.get("kahan_sum", "true") not in ("false", "0")
+    return any(options.get(name) in ("true", "1", "yes", "on") for name in _EXACT_IF)
+
+
+# -- the data set and the base ---------------------------------------------------------------------------------------
 
 
 def _datasets(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     value = cfg.get("datasets") or []
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise PoSEError(f"datasets={value!r} is no list of blocks; write e.g. `- path: rows.jsonl` below `datasets:`")
+        raise PoSEError(f"datasets={value!r} is not a list of blocks; write `- path: rows.jsonl` below `datasets:`")
     return value
 
 
+def _steps_and_rows(
+    cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str]
+) -> tuple[int | None, int | None]:
+    """Return the steps of the training and the rows of the data set, each None if it cannot be known here."""
+    # In Axolotl max_steps: -1 means the same as none.
+    steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
+    epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
+    counted = None if rows else _count_rows(cfg, notes, needed=not steps)
+    rows = rows or counted
+    if not steps and rows:
+        if counted:
+            notes += _about_rows(cfg, counted)
+        steps = max(1, int(rows * epochs / rows_of_step))
+    return steps, rows
+
+
+def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:
+    """Return the training lines of local JSON lines files, or None if any part of the data is elsewhere.
+
+    Args:
+        cfg: the values of the YAML.
+        notes: what was assumed is added here.
+        needed: whether the number of steps depends on the rows, so that a missing file is worth a note.
+    """
+    paths = [Path(str(each.get("path"))) for each in _datasets(cfg)]
+    gone = [p for p in paths if p.suffix in (".jsonl", ".json", ".parquet", ".csv") and not p.exists()]
+    if gone and needed:
+        notes.append(f"datasets: {gone[0]} is not on this machine or not in this folder, so its rows are not counted")
+    if not paths or not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
+        return None
+    count = 0
+    for path in paths:
+        with path.open("rb") as file:
+            count += sum(bool(line.strip()) for line in file)
+    if not count:
+        notes.append(f"datasets: there is no row in {', '.join(map(str, paths))}; the training would have no data")
+        return None
+    share = number(cfg, "val_set_size", 0, least=0, whole=False)
+    if share:
+        notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {count} rows out")
+        left = count - (count * share if share < 1 else share)
+        if left < 1:
+            raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
+        count = int(left)
+    return count
+
+
+def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
+    """Return how the number of steps may differ, as lines of a file are not rows of the training."""
+    packed, cut = bool(cfg.get("sample_packing")), any(each.get("type") == "completion" for each in _datasets(cfg))
+    if packed and cut:
+        return [
+            f"steps are counted as if each of the {rows} lines were a row, and there may be more or fewer: type "
+            "completion cuts a text longer than sequence_len into up to 64 pieces (and drops the rest), and "
+            "sample_packing puts several pieces into a row. Axolotl logs the number"
+        ]
+    if packed:
+        return [
+            f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
+            "as counted here. Axolotl logs the number"
+        ]
+    if cut:
+        return [
+            f"each of the {rows} lines is counted as one row, but type completion cuts a text longer than "
+            "sequence_len into several, so there may be more steps than counted here. Axolotl logs the number"
+        ]
+    return []
+
+
 def base_config(place: str, name: str | None = None) -> dict[str, Any]:
-    """The dict of a base's config.json: from a folder, or from the cache of the Hub's client.
+    """Return the dict of a base's config.json, from a folder or from the cache of the Hub's client.
 
     Raises:
         PoSEError: it is not on this machine.
@@ -213,19 +429,19 @@ def base_config(place: str, name: str | None = None) -> dict[str, Any]:
     folder = Path(place)
     file = folder if folder.is_file() else folder / "config.json"
     if not file.is_file():
-        cached = _cached(place)
+        cached = _from_hub(place)
         if cached is None:
             where = "" if name in (None, place) else f" (looked in {place})"
             raise PoSEError(
-                f"the config.json of {name or place} is not on this machine{where}. Give a folder that has it by "
+                f"the config.json of {name or place} is not on this machine{where}. Give a folder that has it with "
                 "--base FOLDER; the weights are not needed"
             )
         file = cached
     return read_json(file)
 
 
-def _cached(name: str) -> Path | None:
-    """From the cache of the Hub's client; the one small file is fetched where it is not and the Hub may be asked."""
+def _from_hub(name: str) -> Path | None:
+    """Return the config.json in the Hub's cache; it is downloaded if it is missing there and the Hub can be reached."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -234,26 +450,45 @@ def _cached(name: str) -> Path | None:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HFValidationError, HfHubHTTPError, OSError, ValueError):
-        # No such name, no right to it, no network, or offline by HF_HUB_OFFLINE.
+        # No such name, no right to it, no network, or HF_HUB_OFFLINE.
         return None
 
 
-def _rows(cfg: Mapping[str, Any], notes: list[str]) -> int | None:
-    """Lines of local JSON lines files; None if any part of the data is somewhere else."""
-    count = 0
-    for each in _datasets(cfg):
-        path = Path(str(each.get("path")))
-        if path.suffix != ".jsonl" or not path.is_file():
-            return None
-        with path.open("rb") as file:
-            count += sum(bool(line.strip()) for line in file)
-    if count and cfg.get("val_set_size"):
-        notes.append(f"val_set_size={cfg['val_set_size']} takes its part of the {count} rows")
-        share = number(cfg, "val_set_size", 0, least=0, whole=False)
-        held = count * share if share < 1 else share
-        if count - held < 1:
-            raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
-        count = int(count - held)
-    if not count and (files := [str(each["path"]) for each in _datasets(cfg)]):
-        notes.append(f"datasets: there is no row in {', '.join(files)}; the training would have nothing to read")
-    return count or None
+# -- misspelt keys ---------------------------------------------------------------------------------------------------
+
+
+def unknown_keys(cfg: Mapping[str, Any]) -> list[str]:
+    """Return a warning for each top-level key that the installed Axolotl would silently drop.
+
+    Nothing is reported if Axolotl is not installed, or if another plugin may add keys.
+    """
+    plugins = cfg.get("plugins") or []
+    known = known_keys()
+    if not known or any(str(name).partition(".")[0] not in ("pose_plugin", "axolotl") for name in plugins):
+        return []
+    warnings = []
+    for key in map(str, cfg):
+        # Keys that begin with x- or a dot hold YAML anchors, by custom.
+        if key in known or key.startswith(("x-", ".", "_")):
+            continue
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        warnings.append(f"{key}: Axolotl does not know this key and drops it silently{hint}")
+    return warnings
+
+
+def known_keys() -> set[str]:
+    """Return the keys that the sources of the installed Axolotl's schema name; empty if there is no Axolotl.
+
+    The sources are searched, because importing the schema takes seconds and leaves out old names, which validators
+    look up as strings. A key counts as known if it is a field of some class, or a string: too many rather than too few.
+    """
+    spec = importlib.util.find_spec("axolotl")
+    if spec is None or not spec.submodule_search_locations:
+        return set()
+    root = Path(spec.submodule_search_locations[0])
+    found = {"pose", "beacon"}
+    for path in (*root.glob("utils/schemas/*.py"), *root.glob("integrations/**/args.py")):
+        names = re.findall(r"^    (\w+):|[\"'](\w+)[\"']", path.read_text(encoding="utf-8"), re.M)
+        found |= {field or text for field, text in names}
+    return found

@@ -1,30 +1,35 @@
-"""What a training step takes on each GPU, reckoned from sizes: no model is built and nothing is measured here.
+"""Estimate the GPU memory of a training step from sizes. No weights are loaded and nothing is measured.
 
-Bytes of a trained parameter: its weight, its gradient and what the optimizer keeps (ZeRO, arXiv 1910.02054, section 3:
-2 + 2 + 12 with Adam in mixed precision). A frozen one has its weight alone; in NF4 with double quantisation 4.127 bits
-(QLoRA, arXiv 2305.14314). ZeRO divides the optimizer by the GPUs from stage 1, gradients from 2, weights from 3.
+Bytes of a trained parameter: its weight, its gradient and the optimizer's state (ZeRO, arXiv 1910.02054, section 3:
+2 + 2 + 12 with Adam in mixed precision). A frozen parameter has only its weight; in NF4 with double quantisation that
+is 4.127 bits (QLoRA, arXiv 2305.14314). ZeRO divides the optimizer's state by the number of GPUs from stage 1 on,
+gradients from stage 2 and weights from stage 3.
 
-What a layer keeps for its backward pass, a token, in bytes of bf16 with fused attention (what autograd keeps of a
-transformers Llama; Korthikanti et al., arXiv 2205.05198, count other layers in the same way):
+Bytes per token that one layer keeps for its backward pass, in bf16 with fused attention (the tensors that autograd
+saves in a transformers Llama; Korthikanti et al., arXiv 2205.05198, count other layers in the same way):
 
     16·hidden + 4·queries + 4·keys + 8·intermediate + 4·heads + 8
 
-With gradient checkpointing a layer keeps its input, 2·hidden, and one layer at a time keeps all of it.
+With gradient checkpointing each layer keeps only its input, 2·hidden, and one layer at a time keeps all of it.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from pose_plugin.plan.architecture import Architecture
+from pose_plugin.rope.read import as_config
+from pose_plugin.utils.errors import PoSEError
 
 Method = Literal["full", "lora", "qlora", "8bit", "beacon"]
-# Bits of a weight in NF4: 4, and the constants of each 64 weights in 8 bits, those of each 256 of them in 32.
+# Bits of an NF4 weight: 4, one 8-bit constant per 64 weights, and one 32-bit constant per 256 of these constants.
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+# Without double quantisation the constant of each 64 weights has 32 bits.
 NF4_BITS_SINGLE = 4 + 32 / 64
 _BITS = {"nf4": NF4_BITS, "nf4-single": NF4_BITS_SINGLE, "int8": 8.0}
-# Numbers that the optimizer keeps of a parameter, and bytes of each; None: as wide as the trained weight.
+# Numbers that an optimizer keeps per parameter, and the bytes of each; None: as wide as the weight that it updates.
 OPTIMIZERS: dict[str, tuple[int, float | None]] = {
     "adamw": (2, None),
     "adamw_8bit": (2, 1 + 4 / 256),
@@ -34,32 +39,191 @@ OPTIMIZERS: dict[str, tuple[int, float | None]] = {
     "adafactor": (0, None),
     "sgd": (0, None),
 }
-# bf16 logits, their float32 log-probabilities, and the gradients of both.
-_LOGIT = 12
+# Per token and vocabulary entry: bf16 logits (2), float32 log-probabilities (4), and the gradients of both.
+_LOGIT_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder.
+
+    Attributes:
+        total: all parameters; a tied output head counts once.
+        embeddings: parameters of the input embeddings.
+        layer: parameters of one layer, as the mean of all layers.
+        vocabulary, hidden, layers, heads: as in the config.
+        queries, key_values: numbers per token and layer in all queries, and in all keys (as many as in all values).
+        intermediate: width of the MLP that one token passes, over all of its experts.
+        modules: parameters of each module by its full name.
+        linear: shape of each linear map's weight by its full name, the output head included.
+        head: full name of the output head.
+        experts: parameters of experts that are kept as one tensor per layer, which are not linear maps.
+        known: whether transformers knows the model type; if not, a Llama of the same sizes is counted.
+    """
+
+    total: int
+    embeddings: int
+    layer: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    queries: int
+    key_values: int
+    intermediate: int
+    modules: Mapping[str, int]
+    linear: Mapping[str, tuple[int, int]]
+    head: str
+    experts: int
+    known: bool = True
+
+    def quantised(self, experts: bool = False) -> int:
+        """Return how many weights bitsandbytes quantises: those of linear maps, without the output head."""
+        maps = sum(rows * columns for name, (rows, columns) in self.linear.items() if name != self.head)
+        return maps + (self.experts if experts else 0)
+
+    def targets(self, names: list[str] | str) -> list[str]:
+        """Return the full names of the linear maps that PEFT's `target_modules` selects.
+
+        Args:
+            names: endings of module names, a regular expression, or "all-linear".
+
+        Raises:
+            PoSEError: a name selects nothing. PEFT ignores it if another name selects something.
+        """
+        if names == "all-linear":
+            return [name for name in self.linear if name != self.head]
+        if isinstance(names, str):
+            found = {names: [name for name in self.linear if re.fullmatch(names, name)]}
+        else:
+            found = {each: [name for name in self.linear if f".{name}".endswith(f".{each}")] for each in names}
+        missing = [each for each, selected in found.items() if not selected]
+        if missing:
+            has = sorted({name.rpartition(".")[2] for name in self.linear})
+            raise PoSEError(
+                f"target modules: {missing[0]!r} selects no linear map of this model; it has {', '.join(has)}"
+            )
+        return sorted({name for selected in found.values() for name in selected})
+
+    def lora(self, rank: int, names: list[str] | str) -> int:
+        """Return the parameters of LoRA matrices on the selected linear maps: rank·(in + out) (arXiv 2106.09685)."""
+        return rank * sum(sum(self.linear[name]) for name in self.targets(names))
+
+    def whole(self, names: list[str]) -> int:
+        """Return the parameters of the modules that PEFT's `modules_to_save` selects.
+
+        PEFT selects every module whose name ends with one of the names, so `norm` selects all norms.
+        """
+        return sum(size for name, size in self.modules.items() if names and name.endswith(tuple(names)))
+
+
+def architecture(config: Any) -> Architecture:
+    """Count a model's parameters by building it without memory, on torch's meta device.
+
+    Args:
+        config: a transformers config, or the dict of a config.json of a model type that transformers does not know.
+            Of a model with images only the text part is counted, if it can be built alone.
+
+    Raises:
+        PoSEError: transformers cannot build a causal language model from the config.
+    """
+    known = not isinstance(config, Mapping)
+    try:
+        config = config if known else as_config({**config, "model_type": "llama"})
+        text = config.get_text_config()
+        model = _build(config, text)
+    except Exception as error:  # transformers raises a different type for each kind of wrong value
+        reason = " ".join(str(error).split())[:300]
+        raise PoSEError(
+            f"transformers cannot build a model from the base's config.json: {reason}. Give another folder with "
+            "--base FOLDER"
+        ) from error
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    modules = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules() if name}
+    # Conv1D is GPT-2's linear map. Routers and fused experts are neither, and PEFT does not select them.
+    linear = {
+        n: (m.weight.shape[0], m.weight.shape[1])
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.Linear, Conv1D))
+    }
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    outside = {id(p): p.numel() for module in (embeddings, head) for p in module.parameters()}  # a tied weight once
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Architecture(
+        total=total,
+        embeddings=embeddings.weight.numel(),
+        layer=(total - sum(outside.values())) // text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        queries=heads * head_dim,
+        key_values=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        intermediate=_intermediate(text, bool(experts)),
+        modules=modules,
+        linear=linear,
+        head=next(name for name, module in model.named_modules() if module is head),
+        experts=experts,
+        known=known,
+    )
+
+
+def _intermediate(text: Any, mixture: bool) -> int:
+    """Return the width of the MLP that one token passes: of all its experts, or of the widest layer."""
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if isinstance(width, list):
+        width = max(width)
+    if not mixture:
+        return int(width)
+    return int(getattr(text, "moe_intermediate_size", None) or width) * int(text.num_experts_per_tok)
+
+
+def _build(config: Any, text: Any) -> Any:
+    """Return the model on the meta device, where tensors have a shape and no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(text)
+        except ValueError:
+            # Some text configs cannot be built alone, e.g. qwen2_5_vl_text; the whole model can.
+            if config is text:
+                raise
+            return AutoModelForImageTextToText.from_config(config)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the memory of a step depends on, beside the model.
+    """What the memory of a step depends on, in addition to the model.
 
     Attributes:
-        lora_rank, lora_targets: of the adapter; with beacon a rank of 0 stands for whole copies of the targets.
-        quantised: how the frozen linear maps are kept, None for as they are.
-        saved_modules: trained whole beside it.
-        weight_bytes: of a weight that is not quantised: 2 in bf16, 4 in float32.
-        trained_bytes: of a trained weight and of its gradient. float32 for adapters, for what is trained beside them,
-            and where the trainer computes in bf16 beside float32 weights.
-        master: a float32 copy of trained bf16 weights, as DeepSpeed keeps it, with its optimizer.
+        lora_rank: of the adapter; with beacon, rank 0 means that the targets are copied whole.
+        lora_targets: as PEFT's `target_modules`.
+        saved_modules: trained whole in addition to the adapter.
+        quantised: how the frozen linear maps are kept; None if they are not quantised.
+        quantised_experts: whether fused experts are quantised too (Axolotl's `quantize_moe_experts`).
+        weight_bytes: per weight that is not quantised: 2 in bf16, 4 in float32.
+        trained_bytes: per trained weight, and per gradient of it. Adapters and modules next to them are in float32.
+        master: whether there is a float32 copy of trained bf16 weights, as DeepSpeed keeps it, with its optimizer.
         stage: of ZeRO; 3 also for FSDP with full sharding.
-        offload: the optimizer is kept outside of the GPU.
-        fused_loss: the loss is computed without all logits at once.
+        offload: whether the optimizer's state is kept outside of the GPU.
+        eager: whether attention keeps its scores (`attn_implementation: eager`).
+        fused_loss: whether the loss is computed without all logits at once.
+        rows, window: rows of a batch on each GPU, and tokens of a row.
     """
 
     method: Method = "full"
     lora_rank: int = 0
-    lora_targets: list[str] = field(default_factory=list)
+    lora_targets: list[str] | str = field(default_factory=list)
     saved_modules: list[str] = field(default_factory=list)
     quantised: Literal["nf4", "nf4-single", "int8"] | None = None
+    quantised_experts: bool = False
     weight_bytes: int = 2
     trained_bytes: int = 2
     master: bool = False
@@ -88,73 +252,75 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
+        """Return the bytes by what they are for."""
         names = ("weights", "gradients", "optimizer", "activations", "logits", "gathered")
         return {name: getattr(self, name) for name in names}
 
 
 def memory(model: Architecture, run: Run) -> Memory:
-    """Reckons a step of `rows` rows of `window` tokens on each GPU."""
-    trained = model.total
-    weights = model.total * float(run.trained_bytes if run.method == "full" else run.weight_bytes)
-    if run.method != "full":
-        trained = _beside(model, run)
+    """Estimate the bytes on each GPU for one step of `run.rows` rows of `run.window` tokens."""
+    trained = _trained(model, run)
+    if run.method == "full":
+        weights = trained * float(run.trained_bytes)
+    else:
+        # The base stays frozen, and PEFT keeps the originals of modules that are trained whole.
+        weights = model.total * float(run.weight_bytes) + trained * run.trained_bytes
         if run.quantised:
-            # Embeddings, the output head and norms are not quantised.
-            weights += model.layers * model.layer_linear * (_BITS[run.quantised] / 8 - run.weight_bytes)
-        # PEFT keeps what was there of modules that are trained whole.
-        weights += trained * run.trained_bytes
-    gradients = trained * float(run.trained_bytes)
+            weights += model.quantised(run.quantised_experts) * (_BITS[run.quantised] / 8 - run.weight_bytes)
     count, wide = OPTIMIZERS[run.optimizer]
     width = wide if wide is not None else (4.0 if run.master else float(run.trained_bytes))
     optimizer = trained * (count * width + (4.0 if run.master else 0.0))
     share = 1 / max(run.gpus, 1)
     gathered = 0.0
     if run.stage >= 3:
-        # A layer is put together while it works, and the next one is fetched meanwhile; the embeddings once.
-        wide_layer = max(2 * model.layer_linear, model.embeddings)
-        gathered = wide_layer * 2.0 * (1 - share)
+        # One layer is gathered for its computation while the next one is fetched; the embeddings are gathered once.
+        gathered = max(2 * model.layer, model.embeddings) * 2.0 * (1 - share)
     return Memory(
         weights=weights * (share if run.stage >= 3 else 1),
-        gradients=gradients * (share if run.stage >= 2 else 1),
+        gradients=trained * run.trained_bytes * (share if run.stage >= 2 else 1),
         optimizer=0.0 if run.offload else optimizer * (share if run.stage >= 1 else 1),
         activations=activations(model, run),
-        logits=0.0 if run.fused_loss else float(_LOGIT) * run.rows * run.window * model.vocabulary,
+        logits=0.0 if run.fused_loss else float(_LOGIT_BYTES) * run.rows * run.window * model.vocabulary,
         gathered=gathered,
         trained_parameters=trained,
     )
 
 
-def _beside(model: Architecture, run: Run) -> int:
-    """Parameters of an adapter and of what is trained whole beside it."""
+def _trained(model: Architecture, run: Run) -> int:
+    """Return how many parameters are trained."""
+    if run.method == "full":
+        return model.total
     if run.method != "beacon":
-        return model.lora(run.lora_rank, run.lora_targets) + model.beside(run.saved_modules)
-    own = model.lora(run.lora_rank, run.lora_targets) if run.lora_rank else model.beside(run.lora_targets)
-    # And the beacon's own embedding.
-    return own + model.hidden
+        return model.lora(run.lora_rank, run.lora_targets) + model.whole(run.saved_modules)
+    # Beacons have copies of the projections (or LoRA on them) and one embedding.
+    if run.lora_rank:
+        return model.lora(run.lora_rank, run.lora_targets) + model.hidden
+    return sum(model.modules[name] for name in model.targets(run.lora_targets)) + model.hidden
 
 
 def layer_bytes(model: Architecture, window: int, eager: bool = False, element: int = 2) -> float:
-    """What a layer keeps of a token for its backward pass, in bytes.
+    """Return the bytes per token that one layer keeps for its backward pass.
 
     Args:
-        window: tokens of a row; with eager attention each token keeps a score for all of them.
+        window: tokens of a row; with eager attention each token keeps a score for every one of them.
         element: bytes of an activation, 2 in bf16 and 4 in float32.
     """
-    intermediate = model.intermediate * model.experts_used
-    kept = element * (4 * model.hidden + 2 * model.queries + 2 * model.key_values + 4 * intermediate)
-    # The norms' inputs in float32, and a number for each head and norm.
+    kept = element * (4 * model.hidden + 2 * model.queries + 2 * model.key_values + 4 * model.intermediate)
+    # The norms' inputs in float32, and one number per head and per norm.
     kept += 8 * model.hidden + 4 * model.heads + 8
     if eager:
+        # Scores in float32 and, if the model is narrower, once more in its own type. Keys and values are repeated to
+        # as many heads as queries have, and the log-sum-exp of fused attention is not needed.
         scores = model.heads * window * (4 + (element if element < 4 else 0))
         kept += scores + 2 * element * (model.queries - model.key_values) - 4 * model.heads
     return float(kept)
 
 
 def activations(model: Architecture, run: Run) -> float:
-    """Bytes kept from the forward to the backward pass of one step."""
+    """Return the bytes that one step keeps from the forward to the backward pass."""
     layer = layer_bytes(model, run.window, run.eager, run.weight_bytes)
     kept = model.layers * run.weight_bytes * model.hidden + layer if run.checkpointing else model.layers * layer
     return kept * run.rows * run.window

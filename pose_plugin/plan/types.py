@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pose_plugin.plan.architecture import Architecture
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.config_reader import Inputs
-from pose_plugin.plan.memory import Memory
+from pose_plugin.plan.memory import Architecture, Memory
 from pose_plugin.positions import Coverage
 from pose_plugin.rope.plan import RopePlan
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Distances first…last: how likely a row holds one and the rows that will have, in the mean and of the rarest."""
+    """A range of distances.
+
+    Attributes:
+        first, last: the distances, both included.
+        chance, rarest: the chance that a row holds a distance, as the mean of the range and for its rarest distance.
+        rows, rows_rarest: the rows of the training that will hold it; None if the number of rows is not known.
+    """
 
     first: int
     last: int
@@ -26,12 +31,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen; lengths in tokens, memory in bytes on each GPU."""
+    """What a run will do. Lengths are in tokens, memory in bytes on each GPU.
+
+    Attributes:
+        memory_full_length: with rows of the target's length; None if nothing is extended.
+        seen: the chance that a row holds each distance; None if nothing is extended or the target is too long.
+        gpu_bytes: what a GPU has, if it was given.
+    """
 
     inputs: Inputs
     model: Architecture
     memory: Memory
-    memory_full_length: Memory | None
+    memory_full_length: Memory | None = None
     rope: RopePlan | None = None
     seen: Coverage | None = None
     beacon: BeaconPlan | None = None
@@ -41,18 +52,26 @@ class Plan:
 
     @property
     def rows_of_step(self) -> int:
+        """Return the rows of one optimizer step on all GPUs."""
         run = self.inputs.run
         return run.rows * self.inputs.accumulate * run.gpus
 
     @property
     def rows(self) -> int | None:
-        """Rows of the training, None where the steps are not known."""
+        """Return the rows of the training, or None if the number of steps is not known."""
         return self.rows_of_step * self.inputs.steps if self.inputs.steps else None
 
     @property
     def window(self) -> int:
+        """Return the trained window."""
         return self.inputs.run.window
 
     @property
     def target(self) -> int | None:
+        """Return the wanted window, or None if nothing is extended."""
         return self.inputs.settings.target_length if self.inputs.settings else None
+
+    @property
+    def shorter(self) -> bool:
+        """Return whether rows are shorter than the target."""
+        return self.target is not None and self.target > self.window

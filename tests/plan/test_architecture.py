@@ -1,22 +1,13 @@
-"""Parameters counted from config.json alone are those of the model that transformers builds from it."""
+"""Parameters are counted on the model that transformers builds without memory."""
 
 from __future__ import annotations
 
 import pytest
 
-from pose_plugin.plan.architecture import KNOWN, architecture
+from pose_plugin.plan.memory import Architecture, architecture
 from pose_plugin.rope.read import as_config
 from pose_plugin.utils.errors import PoSEError
 
-SIZES = {
-    "vocab_size": 136,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 LLAMA3_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -29,85 +20,75 @@ LLAMA3_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def built(family: str, **changes):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    # Most configs name a pad token of the real vocabulary.
-    config = AutoConfig.for_model(family, **{**SIZES, "pad_token_id": 0, **changes})
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize(
-    "family, changes",
-    [
-        *((family, {}) for family in KNOWN),
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-        ("mixtral", {"num_local_experts": 3}),
-        ("qwen2", {"head_dim": 12}),
-    ],
-)
-def test_counts_are_those_of_the_built_model(family, changes):
-    model = built(family, **changes)
-    counted = architecture(model.config.to_dict())
-    assert counted.known
-    assert counted.total == sum(parameter.numel() for parameter in model.parameters())
-    assert counted.beside(["embed_tokens"]) == model.get_input_embeddings().weight.numel()
-
-
-@pytest.mark.parametrize("family", KNOWN)
-def test_a_config_file_that_leaves_the_heads_tie_out(family):
-    """As files that older transformers wrote: the family's default stands for it."""
-    config = built(family).config.to_dict()
-    tied = config.pop("tie_word_embeddings")
-    assert (architecture(config).head == 0) == tied
-    assert architecture(as_config(config)).total == architecture(config).total
+def sizes(config: dict) -> Architecture:
+    return architecture(as_config(config))
 
 
 def test_llama_3_8b():
-    counted = architecture(LLAMA3_8B)
+    counted = sizes(LLAMA3_8B)
+    # transformers' own count is 8,030,261,248; rank 16 on all linear maps of the layers.
     assert counted.total == 8_030_261_248
-    # Rank 16 on all linear maps of the layers.
-    assert counted.lora(16, list(counted.linear)) == 41_943_040
+    assert counted.lora(16, "all-linear") == counted.lora(16, LINEAR) == 41_943_040
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert counted.quantised() == 32 * layer
+    # Two norms per layer, and the last norm.
+    assert counted.layer == layer + 2 * 4096 + 4096 // 32
+    assert (counted.queries, counted.key_values, counted.intermediate) == (4096, 1024, 14336)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_tied_head_counts_once(family):
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    small |= {"n_embd": 64, "n_layer": 2, "n_head": 4} if family == "gpt2" else {}
+    tied, untied = (sizes({"model_type": family, **small, "tie_word_embeddings": tie}) for tie in (True, False))
+    assert untied.total - tied.total == tied.embeddings == 64_000 and tied.layer == untied.layer
+
+
+def test_a_mixture_counts_all_experts_and_computes_with_some():
+    mixture = {**LLAMA3_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    counted, dense = sizes(mixture), sizes(LLAMA3_8B)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert counted.total == dense.total + experts * 7 // 8 + 32 * 8 * 4096
+    assert counted.intermediate == 2 * 14336
+    # bitsandbytes quantises linear maps alone, unless Axolotl's quantize_moe_experts is on.
+    assert counted.quantised(experts=True) - counted.quantised() == experts
+
+
+def test_the_text_part_of_a_model_with_images():
+    text = {key: value for key, value in LLAMA3_8B.items() if key != "model_type"}
+    counted = sizes({"model_type": "gemma3", "text_config": {**text, "num_hidden_layers": 2, "head_dim": 128}})
+    assert not any("vision" in name for name in counted.modules)
+    whole = sizes({"model_type": "qwen2_5_vl", "text_config": {**text, "num_hidden_layers": 2}})
+    assert whole.layers == 2 and any("visual" in name for name in whole.modules)
 
 
 def test_lora_counts_are_those_of_peft():
     peft = pytest.importorskip("peft")
     from tests.conftest import make_llama
 
-    model = make_llama(num_key_value_heads=1)
-    counted = architecture(model.config)
-    every = list(counted.linear)
+    counted = architecture(make_llama(num_key_value_heads=1).config)
     for targets, saved in (
         (["q_proj", "v_proj"], ["embed_tokens", "lm_head", "input_layernorm", "post_attention_layernorm", "norm"]),
-        (every, ["norm"]),
-        (every, ["input_layernorm", "model.embed_tokens"]),
+        ("all-linear", ["norm"]),
+        (r".*\.1\..*(q|up)_proj", ["model.embed_tokens"]),
+        (["layers.0.mlp.up_proj", "lm_head"], ["input_layernorm"]),
     ):
         config = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved)
         adapted = peft.get_peft_model(make_llama(num_key_value_heads=1), config)
-        expected = counted.lora(4, targets) + counted.beside(saved)
+        expected = counted.lora(4, targets) + counted.whole(saved)
         assert adapted.get_nb_trainable_parameters()[0] == expected
 
 
-def test_beacons_are_counted_as_they_are_made():
-    peft = pytest.importorskip("peft")
-    from pose_plugin import BeaconConfig
-    from pose_plugin.plan.memory import Run, memory
-    from tests.conftest import make_llama
-
-    sizes = architecture(make_llama().config)
-    for rank, targets in ((0, ["q_proj", "k_proj", "v_proj", "o_proj"]), (4, ["k_proj", "v_proj"])):
-        config = BeaconConfig(interval=16, ratios=[2], rank=rank, target_modules=targets)
-        made = peft.get_peft_model(make_llama(), config).get_nb_trainable_parameters()[0]
-        assert memory(sizes, Run("beacon", rank, targets)).trained_parameters == made
-
-
 def test_what_cannot_be_counted_is_named():
-    with pytest.raises(PoSEError, match="intermediate_size=None"):
-        architecture({key: value for key, value in LLAMA3_8B.items() if key != "intermediate_size"})
-    with pytest.raises(PoSEError, match="c_attn, which this model does not have; it has q_proj, k_proj"):
-        architecture(LLAMA3_8B).lora(8, ["c_attn"])
-    assert not architecture({**LLAMA3_8B, "model_type": "unheard"}).known
+    with pytest.raises(PoSEError, match=r"'c_attn'.*q_proj"):
+        sizes(LLAMA3_8B).targets(["q_proj", "c_attn"])
+    with pytest.raises(PoSEError, match=r"config\.json"):
+        sizes({**LLAMA3_8B, "vocab_size": -1})
+
+
+def test_an_unknown_model_type_counts_as_a_llama():
+    counted = sizes({**LLAMA3_8B, "model_type": "unheard"})
+    assert not counted.known and counted.total == sizes(LLAMA3_8B).total

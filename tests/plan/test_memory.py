@@ -1,4 +1,4 @@
-"""What is reckoned against tiny models that really train: weights, gradients, optimizer and what autograd keeps."""
+"""Estimates equal what tiny models that really train hold: weights, gradients, optimizer and saved activations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pose_plugin.plan.architecture import architecture
-from pose_plugin.plan.memory import NF4_BITS, NF4_BITS_SINGLE, OPTIMIZERS, Run, activations, layer_bytes, memory
+from pose_plugin.plan.memory import (
+    NF4_BITS,
+    NF4_BITS_SINGLE,
+    OPTIMIZERS,
+    Run,
+    activations,
+    architecture,
+    layer_bytes,
+    memory,
+)
 from tests.conftest import make_llama
-from tests.plan.test_architecture import LLAMA3_8B
+from tests.plan.test_architecture import LLAMA3_8B, sizes
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -44,17 +52,17 @@ def test_full_training(dtype, name, make):
     optimizer = make(model.parameters(), lr=1e-3)
     step(model, optimizer)
     wide = dtype.itemsize
-    reckoned = memory(architecture(model.config), Run(weight_bytes=wide, trained_bytes=wide, optimizer=name))
-    assert reckoned.weights == bytes_of(model.parameters())
-    assert reckoned.gradients == bytes_of(p.grad for p in model.parameters())
-    assert reckoned.optimizer == states(optimizer)
+    estimated = memory(architecture(model.config), Run(weight_bytes=wide, trained_bytes=wide, optimizer=name))
+    assert estimated.weights == bytes_of(model.parameters())
+    assert estimated.gradients == bytes_of(p.grad for p in model.parameters())
+    assert estimated.optimizer == states(optimizer)
 
 
-def test_adapter_with_whole_modules_beside_it():
-    """Frozen bf16 weights, float32 adapters; the original of a whole module stays."""
+def test_adapter_with_whole_modules():
+    """Frozen weights are bf16, adapters float32, and the original of a whole module stays."""
     peft = pytest.importorskip("peft")
     base = make_llama(**SHAPE).to(torch.bfloat16)
-    sizes = architecture(base.config)
+    counted = architecture(base.config)
     model = peft.get_peft_model(
         base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"])
     )
@@ -65,10 +73,10 @@ def test_adapter_with_whole_modules_beside_it():
     with torch.autocast("cpu", torch.bfloat16):
         step(model, optimizer)
     run = Run("lora", 4, ["q_proj", "v_proj"], ["norm"], weight_bytes=2, trained_bytes=4)
-    reckoned = memory(sizes, run)
-    assert reckoned.weights == bytes_of(model.parameters())
-    assert reckoned.gradients == bytes_of(p.grad for p in model.parameters() if p.grad is not None)
-    assert reckoned.optimizer == states(optimizer)
+    estimated = memory(counted, run)
+    assert estimated.weights == bytes_of(model.parameters())
+    assert estimated.gradients == bytes_of(p.grad for p in model.parameters() if p.grad is not None)
+    assert estimated.optimizer == states(optimizer)
 
 
 @pytest.mark.parametrize("double, bits", [(True, NF4_BITS), (False, NF4_BITS_SINGLE)])
@@ -77,14 +85,14 @@ def test_bits_of_an_nf4_weight(double, bits):
     weight = torch.randn(512, 1024)
     packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
     kept = [packed, state.absmax, *([state.state2.absmax] if double else [])]
-    # The tables of 16 and of 256 values are shared by whole models.
+    # The tables of 16 and of 256 values exist once per model.
     assert bytes_of(kept) * 8 / weight.numel() == pytest.approx(bits, rel=1e-3)
 
 
 def kept_by_autograd(model, ids) -> int:
-    """Bytes of all storages that the forward pass keeps for the backward pass, weights left out."""
+    """Return the bytes that the forward pass keeps for the backward pass, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    # The storages are held, so that no address is used twice.
+    # Storages stay referenced, so that no address is used twice.
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor):
@@ -106,36 +114,36 @@ def test_what_a_layer_keeps_for_its_backward_pass(attention, shape, dtype):
     two, three = (
         kept_by_autograd(make_llama(attention, **shape, num_hidden_layers=n).to(dtype).train(), ids) for n in (2, 3)
     )
-    sizes = architecture(make_llama(**shape).config)
-    assert (three - two) / ids.numel() == layer_bytes(sizes, 48, attention == "eager", dtype.itemsize)
+    counted = architecture(make_llama(**shape).config)
+    assert (three - two) / ids.numel() == layer_bytes(counted, 48, attention == "eager", dtype.itemsize)
 
 
 def test_checkpointing_keeps_a_layers_input():
     model = make_llama(**SHAPE, num_hidden_layers=3)
     run = Run(rows=2, window=48)
-    sizes = architecture(model.config)
-    whole, checkpointed = activations(sizes, run), activations(sizes, replace(run, checkpointing=True))
-    assert whole == 3 * layer_bytes(sizes, 48) * 96
-    assert checkpointed == (3 * 2 * 64 + layer_bytes(sizes, 48)) * 96
+    counted = architecture(model.config)
+    whole, checkpointed = activations(counted, run), activations(counted, replace(run, checkpointing=True))
+    assert whole == 3 * layer_bytes(counted, 48) * 96
+    assert checkpointed == (3 * 2 * 64 + layer_bytes(counted, 48)) * 96
 
 
 def test_zero_divides_what_its_stage_says():
-    sizes = architecture(LLAMA3_8B)
+    counted = sizes(LLAMA3_8B)
     run = Run(master=True, gpus=8)
-    alone, one, two, three = (memory(sizes, replace(run, stage=stage)) for stage in range(4))
+    alone, one, two, three = (memory(counted, replace(run, stage=stage)) for stage in range(4))
     size = 8_030_261_248
     assert (alone.weights, alone.gradients, alone.optimizer) == (2 * size, 2 * size, 12 * size)
     assert (one.weights, one.gradients, one.optimizer) == (2 * size, 2 * size, 12 * size / 8)
     assert (two.weights, two.gradients) == (2 * size, 2 * size / 8)
     assert three.weights == 2 * size / 8 and three.gathered > 0 == two.gathered
-    assert memory(sizes, replace(run, stage=3, offload=True)).optimizer == 0
+    assert memory(counted, replace(run, stage=3, offload=True)).optimizer == 0
 
 
 def test_logits_and_small_optimizers():
-    sizes = architecture(LLAMA3_8B)
+    counted = sizes(LLAMA3_8B)
     run = Run(rows=1, window=8192)
-    assert memory(sizes, run).logits == 12 * 8192 * 128256
-    assert memory(sizes, replace(run, fused_loss=True)).logits == 0
-    order = [memory(sizes, replace(run, optimizer=name)).optimizer for name in ("adamw", "lion", "adamw_8bit", "sgd")]
+    assert memory(counted, run).logits == 12 * 8192 * 128256
+    assert memory(counted, replace(run, fused_loss=True)).logits == 0
+    order = [memory(counted, replace(run, optimizer=name)).optimizer for name in ("adamw", "lion", "adamw_8bit", "sgd")]
     assert order[0] > order[1] > order[3] == 0 and order[0] > order[2] > 0
     assert set(OPTIMIZERS) >= {"adamw", "adamw_8bit", "lion", "lion_8bit", "adafactor", "sgd"}
