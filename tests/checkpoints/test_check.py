@@ -1,0 +1,364 @@
+"""`pose-plugin check`: a right folder passes, and each kind of damage is found under its own name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pose_plugin.checkpoints import check, reload_worker
+from pose_plugin.checkpoints.check import check_folder
+from pose_plugin.checkpoints.compare import logit_distance, tolerance
+from pose_plugin.checkpoints.probe import probe_inputs
+from pose_plugin.cli.main import main
+from pose_plugin.utils.errors import PoSEError
+from tests.checkpoints.saved_models import ROPES, TARGET, edit, make_base, save_adapter, save_full
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("check")
+    save_full(folder / "full")
+    save_adapter(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """The same reload in this process: a process of its own imports transformers for seconds."""
+    monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: reload_worker.answer(request))
+
+
+def copy(home: Path, tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(home / name, tmp_path / name))
+
+
+def weights(folder: Path, change: Any) -> None:
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def set_factor(values: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        values[key]["factor"] = 4.0
+
+
+def without_rope(values: dict[str, Any]) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        del values[key]
+
+
+def scale(name: str, factor: float) -> Any:
+    return lambda tensors: tensors.update({key: tensors[key] * factor for key in tensors if name in key})
+
+
+@pytest.mark.parametrize("name", ["full", "adapter"])
+def test_in_a_process_without_this_package(home, name, capsys):
+    assert main(["check", str(home / name)]) == 0
+    out = capsys.readouterr().out
+    assert "loads with transformers" in out and out.endswith("passed\n")
+    assert "max_position_embeddings=512" in out and "model_max_length=512" in out
+
+
+def test_the_process_cannot_import_this_package(tmp_path):
+    """Not even from the folder it is started in."""
+    script = Path(check.__file__).with_name("reload_worker.py")
+    code = script.read_text().replace("    with open(sys.argv[1]", "    import pose_plugin\n    with open(sys.argv[1]")
+    (tmp_path / "altered.py").write_text(code)
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, str(tmp_path / "altered.py")], capture_output=True, text=True)
+    assert "pose_plugin is blocked here" in done.stderr
+
+
+# name: (folder, what is done to it, what must be named)
+DAMAGE: dict[str, tuple[str, Any, set[str]]] = {
+    "none": ("full", lambda folder: None, set()),
+    "rope removed": (
+        "full",
+        lambda folder: edit(folder / "config.json", without_rope),
+        {"frequencies", "logits"},
+    ),
+    "factor altered": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: set_factor(c, "rope_parameters", "rope_scaling")),
+        {"frequencies", "logits"},
+    ),
+    "factor altered for transformers 4 only": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: set_factor(c, "rope_scaling")),
+        # transformers 5 lets rope_scaling win.
+        {"older form", "frequencies", "logits"},
+    ),
+    "older form lost": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: c.pop("rope_scaling")),
+        {"older form"},
+    ),
+    "theta of the older form lost": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: c.pop("rope_theta")),
+        {"older form"},
+    ),
+    "maximum lowered": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: c.update(max_position_embeddings=64)),
+        {"maximum"},
+    ),
+    "tokenizer's limit lost": (
+        "full",
+        lambda folder: edit(folder / "tokenizer_config.json", lambda c: c.update(model_max_length=64)),
+        {"tokenizer"},
+    ),
+    "tokenizer lost": (
+        "full",
+        lambda folder: [file.unlink() for file in folder.glob("token*")],
+        {"tokenizer"},
+    ),
+    "one weight altered by a hundredth": (
+        "full",
+        lambda folder: weights(folder, scale("layers.1.mlp.down_proj", 1.01)),
+        {"logits"},
+    ),
+    "weights lost": ("full", lambda folder: (folder / "model.safetensors").unlink(), {"weights"}),
+    "probe lost": ("full", lambda folder: (folder / "pose_probe.json").unlink(), {"logits"}),
+    "adapter": ("adapter", lambda folder: None, set()),
+    "adapter without its config": ("adapter", lambda folder: (folder / "config.json").unlink(), {"config"}),
+    "adapter without weights": (
+        "adapter",
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        {"weights"},
+    ),
+    "adapter altered": ("adapter", lambda folder: weights(folder, scale("lora_B", 0.9)), {"logits"}),
+    "adapter with the base's config": (
+        "adapter",
+        lambda folder: shutil.copy(folder.parent / "base" / "config.json", folder / "config.json"),
+        # transformers 5 writes no theta where transformers 4 looks for it.
+        {"older form", "maximum", "frequencies", "logits"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage(home, tmp_path, here, name):
+    source, damage, wanted = DAMAGE[name]
+    shutil.copytree(home / "base", tmp_path / "base")
+    folder = copy(home, tmp_path, source)
+    damage(folder)
+    report = check_folder(folder)
+    assert set(report.differing()) == wanted, str(report)
+    assert report.passed is (not wanted)
+    assert str(report).endswith("passed" if not wanted else f"differs in {', '.join(report.differing())}")
+
+
+def test_findings_as_json(home, tmp_path, here, capsys):
+    folder = copy(home, tmp_path, "full")
+    edit(folder / "config.json", lambda values: values.update(max_position_embeddings=64))
+    assert main(["check", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False and found["folder"] == str(folder)
+    (wrong,) = [each for each in found["findings"] if each["verdict"] == "differs"]
+    assert wrong["what"] == "maximum" and "target_length=512 was trained" in wrong["sentence"]
+
+
+def test_the_comparison_can_fail(home, here):
+    """Where the extension is lost the logits are farther apart than allowed, and the report says how far."""
+    report = check_folder(home / "full")
+    (sentence,) = [text for what, _, text in report.findings if what == "logits"]
+    assert "up to 511" in sentence
+    lost = float(sentence.rsplit("it would be ", 1)[1])
+    assert lost > 0.1
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"intermediate_size": 96}], ids=["other weights", "other sizes"])
+def test_a_wrong_base(home, tmp_path, here, changes):
+    model = make_base(tmp_path / "other", **{k: v for k, v in changes.items() if k != "seed"})
+    if "seed" in changes:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.neg_()
+        model.save_pretrained(tmp_path / "other")
+    report = check_folder(home / "adapter", base=str(tmp_path / "other"))
+    assert report.differing() == (["logits"] if "seed" in changes else ["reload"]), str(report)
+    if "seed" not in changes:
+        assert "--base names another" in str(report)
+
+
+def test_without_a_stretch_nothing_is_said_of_losing_it(tmp_path, here):
+    save_full(tmp_path / "model", "none")
+    report = check_folder(tmp_path / "model")
+    assert report.passed and "plain" not in report.numbers and "would be" not in str(report)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_every_rope(tmp_path, here, name):
+    save_full(tmp_path / "model", ROPES[name])
+    report = check_folder(tmp_path / "model")
+    assert report.passed, str(report)
+
+
+def test_dtype_may_be_coarser_and_is_told(home, here):
+    report = check_folder(home / "full", dtype="float16")
+    (sentence,) = [text for what, _, text in report.findings if what == "logits"]
+    assert report.passed and "float16" in sentence and float(sentence.split(": ")[1].split(" ")[0]) > 1e-3
+
+
+# -- merged models -------------------------------------------------------------------------------------------------
+
+
+def test_a_merged_model_is_repaired_and_passes(home, tmp_path, here, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # On the plain base, as many do it: the merged config has no extension.
+    plain = AutoModelForCausalLM.from_pretrained(home / "base")
+    merged = PeftModel.from_pretrained(plain, str(home / "adapter")).merge_and_unload()
+    merged.config.foreign_key = {"kept": [1, 2]}
+    merged.save_pretrained(tmp_path / "merged")
+    with pytest.raises(PoSEError, match=r"no pose\.json.*--like ADAPTER"):
+        check_folder(tmp_path / "merged")
+    bare = check_folder(tmp_path / "merged", like=home / "adapter")
+    assert set(bare.differing()) == {"older form", "maximum", "tokenizer", "frequencies", "logits"}
+
+    assert main(["check", str(tmp_path / "merged"), "--like", str(home / "adapter"), "--repair"]) == 0
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["foreign_key"] == {"kept": [1, 2]}
+    assert config["max_position_embeddings"] == TARGET and config["rope_scaling"]["rope_type"] == "yarn"
+    # From now on it is known for itself.
+    assert check_folder(tmp_path / "merged").passed
+
+
+def test_a_merged_model_in_a_coarser_type(home, tmp_path, here):
+    """Axolotl saves merged models in the type of the run: the report says which, and allows what it resolves."""
+    from pose_plugin import load_extended
+    from pose_plugin.checkpoints import complete_merged
+
+    load_extended(home / "adapter").merge_and_unload().to(torch.float16).save_pretrained(tmp_path / "merged")
+    complete_merged(tmp_path / "merged", home / "adapter")
+    report = check_folder(tmp_path / "merged")
+    assert report.passed and report.numbers["logits"] > 1e-3 and "float16" in str(report), str(report)
+
+
+def test_load_extended_merges_without_repair_of_the_config(home, tmp_path, here):
+    from pose_plugin import load_extended
+
+    load_extended(home / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
+    report = check_folder(tmp_path / "merged", like=home / "adapter")
+    assert set(report.differing()) == {"older form", "tokenizer"}, str(report)
+
+
+# -- input that cannot work ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{tmp}/nothing"], ["is no folder", "output folder"]),
+        (["{tmp}"], ["neither config.json nor adapter_config.json"]),
+        (["{home}/base"], ["has no pose.json", "--like ADAPTER"]),
+        (["{home}/full", "--repair"], ["--like"]),
+        (["{home}/full", "--dtype", "fp16"], ["--dtype fp16 is unknown", "float16"]),
+        (["{home}/full", "--python", "{tmp}/python"], ["--python", "does not run"]),
+    ],
+    ids=["no folder", "empty folder", "not ours", "repair like what", "no such type", "no interpreter"],
+)
+def test_bad_input(home, tmp_path, capsys, arguments, words):
+    assert main(["check", *(each.format(tmp=tmp_path, home=home) for each in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_broken_json_is_named(home, tmp_path, here):
+    folder = copy(home, tmp_path, "full")
+    (folder / "pose_probe.json").write_text("{")
+    with pytest.raises(PoSEError, match=r"pose_probe\.json is not valid JSON"):
+        check_folder(folder)
+
+
+# -- the pieces ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "original", "target", "positions"),
+    [
+        (1000, 64, 512, [*range(12), *range(64, 76), *range(504, 512)]),
+        (1000, 2048, 32768, [*range(12), *range(2048, 2060), *range(32760, 32768)]),
+        (1000, 8, 16, list(range(16))),
+        (10, 512, 512, [*range(12), *range(504, 512)]),
+    ],
+)
+def test_probe_inputs(vocabulary, original, target, positions):
+    probe = probe_inputs(vocabulary, original, target)
+    assert probe["positions"] == positions and len(probe["ids"]) == len(positions)
+    assert 0 <= min(probe["ids"]) <= max(probe["ids"]) < vocabulary
+    kept = probe["vocabulary"]
+    assert kept == sorted(set(kept)) and kept[0] == 0 and kept[-1] == vocabulary - 1 and len(kept) <= 64
+    assert probe == probe_inputs(vocabulary, original, target)
+
+
+def test_logit_distance():
+    wanted = [[1.0, -1.0], [3.0, 1.0]]
+    assert logit_distance(wanted, wanted) == 0.0
+    # ‖(0.1, 0)‖ / ‖(1, −1)‖ at the second position.
+    assert logit_distance([[1.0, -1.0], [3.1, 1.0]], wanted) == pytest.approx(0.1 / np.sqrt(2))
+    assert logit_distance([[float("nan"), 0.0], [3.0, 1.0]], wanted) == np.inf
+    assert logit_distance([[1.0], [3.0]], wanted) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("probe", "adapter", "dtype", "allowed"),
+    [
+        ({"dtype": "float32", "compute": "float32", "quantization": None}, False, "float32", 1e-3),
+        ({"dtype": "float32", "compute": "bfloat16", "quantization": None}, False, "float32", 0.1),
+        ({"dtype": "float32", "compute": "tf32", "quantization": None}, False, "float32", 0.03),
+        ({"dtype": "float16", "compute": "float16", "quantization": None}, True, "float32", 0.03),
+        ({"dtype": "float32", "compute": "float32", "quantization": None}, False, "bfloat16", 0.1),
+        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, True, "float32", 0.1),
+        ({"dtype": "float32", "compute": "float32", "quantization": {"load_in_4bit": True}}, False, "float32", 0.5),
+    ],
+)
+def test_tolerance_follows_the_coarsest_type(probe, adapter, dtype, allowed):
+    assert tolerance(probe, adapter, dtype)[0] == allowed
+
+
+def test_measuring_leaves_the_model_as_it_was(home):
+    from transformers import AutoModelForCausalLM
+
+    from pose_plugin.checkpoints.probe import take_probe
+
+    model = AutoModelForCausalLM.from_pretrained(home / "full").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.random.get_rng_state()
+    first = take_probe(model, TARGET)
+    assert first == take_probe(model, TARGET)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("pose_probe.json", "{}", "lacks ids"),
+        ("config.json", "[]", "holds a list"),
+        ("pose.json", "[1]", "holds a list"),
+        ("pose.json", '{"target_length": "many"}', "target_length='many'"),
+    ],
+)
+def test_files_of_another_shape_are_named_and_never_pass(home, tmp_path, capsys, name, content, named):
+    folder = copy(home, tmp_path, "full")
+    (folder / name).write_text(content)
+    assert main(["check", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert str(folder / name) in told and named in told
