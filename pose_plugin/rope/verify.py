@@ -19,6 +19,7 @@ from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.rope.read import FULL, lookup, read_rope, text_config
 from pose_plugin.utils.errors import RopeMismatchError
+from pose_plugin.utils.models import unwrap
 
 _REBUILD = (
     "inv_freq is made when the model is built: change the config first and build from it, e.g. "
@@ -86,9 +87,7 @@ def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     Raises:
         RopeMismatchError: naming the module, the first differing dimension, got and wanted, and what to do.
     """
-    # DeepSpeed's engine has a `config` too, its own.
-    while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
-        model = model.module
+    model = unwrap(model)
     text = text_config(model.config)
     wanted = _expected(text if expected is None else expected, text)
     _check_config(text, wanted)

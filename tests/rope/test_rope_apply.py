@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from rope_models import CONFIGS, ROTARY_DIM, SMALL, build
 from transformers import AutoConfig, Gemma3Config, GPTJConfig, LlamaConfig, MixtralConfig, ModernBertConfig
 
 from pose_plugin.rope import (
@@ -21,6 +20,7 @@ from pose_plugin.rope import (
     verify_rope,
 )
 from pose_plugin.utils.errors import PoSEError
+from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, build
 
 KINDS = ["linear", "ntk", "yarn", "yarn-revised", "llama3"]
 

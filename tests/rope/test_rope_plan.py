@@ -6,7 +6,6 @@ import copy
 import json
 
 import pytest
-from rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW
 from transformers import (
     BloomConfig,
     Cohere2Config,
@@ -28,6 +27,7 @@ from transformers import (
 from pose_plugin.config import RopeSettings
 from pose_plugin.rope import extend_context, kinds, plan_rope, theory
 from pose_plugin.utils.errors import PoSEError
+from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW
 
 LLAMA3 = {
     "rope_type": "llama3",

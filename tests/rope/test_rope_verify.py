@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW, build, logits
 from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, GPTJConfig, LlamaConfig
 
 from pose_plugin.rope import extend_context, inverse_frequencies, plan_rope, verify_rope
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
+from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW, build, logits
 
 TARGET = 1024
 KINDS = ["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "auto"]
