@@ -22,7 +22,7 @@ def shells(model: Any) -> Iterator[Any]:
     while True:
         yield model
         if hasattr(model, "get_base_model"):
-            # Wrappers pass attributes on, so this may be asked of DDP's or a compiled PEFT model: the answer is the same.
+            # Wrappers pass attributes on, so `model` may be a wrapper of the PEFT model: the answer is the same.
             yield model.base_model
             inner = model.get_base_model()
         else:
