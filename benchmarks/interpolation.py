@@ -17,6 +17,7 @@ fits with fresh random points; the figure shows the first. Beside them: the pape
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import numpy as np
 from common import about, arguments, canvas, machine, markdown, places, save
 
 from pose_plugin.rope.kinds import plain_frequencies
-from pose_plugin.rope.theory import extrapolation_bound, interpolation_bound
 
 DIM, BASE, WINDOW, FACTOR = 128, 1e4, 2048, 4
 POINTS, SMALLEST = 400, 1e-6
@@ -84,6 +84,30 @@ def ranges() -> dict[str, np.ndarray]:
     # s/4 ends at the last trained distance: what lies behind it is between no two of them.
     between = whole[whole <= FACTOR * (WINDOW - 1)] / FACTOR
     return {"within": whole[:WINDOW], "between": between, "beyond": whole[WINDOW:]}
+
+
+def interpolation_bound(
+    position: float, left: float, right: float, dim: int, base: float, weight: float = 1.0
+) -> float:
+    """Return the bound of theorem 2.1, d·max|h_j|·(s − s₁)(s₂ − s) / (8·ln c).
+
+    Between two integer positions s₁ ≤ s ≤ s₂ a score departs by no more from the line through its two neighbours.
+
+    Args:
+        position, left, right: s, s₁ and s₂.
+        dim, base: d and c.
+        weight: max|h_j|, the largest product of a query pair and a key pair.
+    """
+    return dim * weight * (position - left) * (right - position) / (8 * math.log(base))
+
+
+def extrapolation_bound(distances: np.ndarray, dim: int, base: float) -> np.ndarray:
+    """Return B(s) = Σ_k |A_k(s)|, A_k(s) = Σ_{j<k} e^(i·s·θ_j), in the shape of `distances`.
+
+    2·max|h_j|·B(s) bounds a score outside the trained window (RoFormer, section 3.4.3).
+    """
+    angles = np.multiply.outer(distances, plain_frequencies(base, dim))
+    return np.abs(np.cumsum(np.exp(1j * angles), axis=-1)).sum(axis=-1)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pose_plugin import BeaconConfig
 from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings
+from pose_plugin.rope.stretch import KINDS
 
 HEAD = """# Options
 
@@ -20,7 +21,8 @@ def table(model: type) -> str:
     lines = ["| key | default | type | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():  # type: ignore[attr-defined]
         default = "required" if field.is_required() else _text(field.get_default(call_default_factory=True))
-        lines.append(f"| `{name}` | {default} | {_type(field.annotation)} | {field.description} |")
+        kind = ", ".join(f"`{each}`" for each in KINDS) if name == "type" else _type(field.annotation)
+        lines.append(f"| `{name}` | {default} | {kind} | {field.description} |")
     return "\n".join(lines)
 
 

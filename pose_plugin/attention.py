@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from pose_plugin.rope.read import text_config
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import unwrap
 
 # Attention functions whose masks go through the rule below.
 RULED_BY_POSITIONS = ("eager", "sdpa", "flex_attention")
@@ -86,17 +88,9 @@ def restart_boundaries() -> Iterator[None]:
         boundaries.undo()
 
 
-def text_config(model: Any) -> Any:
-    """The config of the (text) model. DDP and DeepSpeed hold it as `module`; DeepSpeed has a `config` of its own."""
-    while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
-        model = model.module
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def attention_function(model: Any) -> str:
     """The name of the attention implementation a model runs, e.g. "sdpa"."""
-    config = text_config(model)
+    config = text_config(unwrap(model).config)
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 

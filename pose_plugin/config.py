@@ -6,13 +6,13 @@ window (`target_length`), `L_0` the window the base model was made with (`origin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
+from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
 
-RopeType = Literal["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "longrope", "dynamic", "auto", "none"]
 SamplerName = Literal["pose", "clamped", "randpos", "cream", "turns", "sentences", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 Measure = Literal["passkey", "perplexity", "needle", "topics", "longppl", "gap", "short"]
@@ -35,7 +35,7 @@ class RopeSettings(_Strict):
     Every field but `type` has a default that follows from the base model's config and `target_length`.
     """
 
-    type: RopeType = Field(
+    type: str = Field(
         "yarn", description="the kind; auto compares advice on the base and picks one, none keeps the frequencies"
     )
     factor: Annotated[float, Field(ge=1)] | None = Field(
@@ -56,19 +56,29 @@ class RopeSettings(_Strict):
     high_freq_factor: Annotated[float, Field(gt=0)] = Field(4.0, description="llama3")
     factors_file: str | None = Field(None, description="longrope: JSON with long_factor and short_factor lists")
 
+    @field_validator("type")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in KINDS:
+            raise ValueError(f"rope.type={name} is unknown; use {', '.join(KINDS)}")
+        return name
+
     @model_validator(mode="after")
     def _belongs_together(self) -> RopeSettings:
-        if self.type == "base" and self.theta is None:
-            raise ValueError("rope.type=base needs rope.theta, the new base, e.g. {type: base, theta: 2.0e8}")
-        if self.type != "base" and self.theta is not None:
+        kind = KINDS[self.type]
+        for name, meaning in kind.required.items():
+            if getattr(self, name) is None:
+                raise ValueError(f"rope.type={self.type} needs rope.{name}, {meaning}")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            # Defaults pass, as a dump of the settings holds them all.
+            if value == field.default or name in ("type", "original_length", *kind.settings, *kind.required):
+                continue
+            users = [each.name for each in KINDS.values() if name in (*each.settings, *each.required)]
             raise ValueError(
-                f"rope.theta={self.theta:g} has no effect with rope.type={self.type}; "
-                "write rope.type: base, or remove theta"
+                f"rope.{name}={value} has no effect with rope.type={self.type}; remove it, or set rope.type to "
+                f"{' or '.join(users)}"
             )
-        if self.type == "longrope" and self.factors_file is None:
-            raise ValueError("rope.type=longrope needs rope.factors_file, a JSON with long_factor and short_factor")
-        if self.type != "longrope" and self.factors_file is not None:
-            raise ValueError(f"rope.factors_file has no effect with rope.type={self.type}; remove it")
         return self
 
 
@@ -166,7 +176,7 @@ class PoSESettings(_Strict):
             return {"type": value}
         if not isinstance(value, (dict, RopeSettings)):
             raise ValueError(
-                f"rope={value!r} is neither a name ({', '.join(get_args(RopeType))}) nor a block such as "
+                f"rope={value!r} is neither a name ({', '.join(KINDS)}) nor a block such as "
                 "{type: base, theta: 2.0e8}"
             )
         return value

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pose_plugin.attention import attention_function, text_config
+from pose_plugin.attention import attention_function
 from pose_plugin.collator import PositionCollator
 from pose_plugin.positions import Window
+from pose_plugin.rope.read import text_config
 from pose_plugin.utils.distributed import all_problems, beside_training
 from pose_plugin.utils.errors import SelfTestError
+from pose_plugin.utils.models import unwrap
 
 # An effect below this share of the effect within a chunk is none: the silent fault gives exactly 0, a working
 # model several percent (measured: 0.074 of 0.573), rounding in bf16 leaves unrelated rows unchanged.
@@ -174,7 +176,7 @@ class _Probe:
         self.attention = attention_function(model)
         self.shared_rounding = any(type(module).__name__ in _SHARED_ROUNDING for module in model.modules())
         self.device = next(model.parameters()).device
-        vocabulary = int(text_config(model).vocab_size)
+        vocabulary = int(text_config(unwrap(model).config).vocab_size)
         # Rows of unlike lengths, so that there is padding where the collator pads.
         documents = 3 if pack else 1
         self.sizes = [[length - row - document for document in range(documents)] for row in range(rows)]

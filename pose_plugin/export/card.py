@@ -16,21 +16,12 @@ from typing import Any
 from pose_plugin.checkpoints.folder import RECORD
 from pose_plugin.checkpoints.saved import Saved, read_saved
 from pose_plugin.export import exporter
+from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import write_whole
 
 BEGIN, END = "<!-- pose-plugin: begin -->", "<!-- pose-plugin: end -->"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_KINDS = {
-    "linear": ("linear position interpolation", "2306.15595"),
-    "ntk": ("NTK-aware base", None),
-    "base": ("new base", None),
-    "yarn": ("YaRN", "2309.00071"),
-    "yarn-revised": ("YaRN as in the PoSE authors' code", "2309.00071"),
-    "llama3": ("Llama 3 scaling", None),
-    "longrope": ("LongRoPE", "2402.13753"),
-    "none": ("unchanged", None),
-}
 _CITATION = """\
 ```bibtex
 @inproceedings{zhu2024pose,
@@ -140,7 +131,8 @@ def _facts(saved: Saved, window: str) -> str:
     record = saved.record
     model, trained = record.get("model") or {}, record.get("trained") or {}
     kind = str((record.get("rope") or {}).get("type"))
-    name, paper = _KINDS.get(kind, (kind, None))
+    known = KINDS.get(kind)
+    name, paper = (known.title, known.paper) if known else (kind, None)
     rope = name + (f" ([arXiv {paper}](https://arxiv.org/abs/{paper}))" if paper else "")
     rope += f", factor {saved.factor:g}" if saved.factor != 1 else ""
     base = record.get("base") or {}

@@ -1,6 +1,6 @@
-"""Rotary frequencies: what each kind stands for, planning, writing and verifying them.
+"""Rotary frequencies: the kinds of scaling, planning, writing and verifying them.
 
-The names are imported on first use, so that the closed forms need neither torch nor transformers.
+Names are imported on first use, so that the closed forms need neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     )
     from pose_plugin.rope.kinds import inverse_frequencies, ntk_base
     from pose_plugin.rope.plan import RopePlan, plan_rope
-    from pose_plugin.rope.restore import restore_rope
     from pose_plugin.rope.theory import retrieval_base
-    from pose_plugin.rope.verify import RopeReport, verify_rope
+    from pose_plugin.rope.verify import RopeReport, restore_rope, verify_rope
 
 _HOME = {
     "RopePlan": "plan",
@@ -32,7 +31,7 @@ _HOME = {
     "merge_overrides": "apply",
     "ntk_base": "kinds",
     "plan_rope": "plan",
-    "restore_rope": "restore",
+    "restore_rope": "verify",
     "retrieval_base": "theory",
     "rope_overrides": "apply",
     "verify_rope": "verify",

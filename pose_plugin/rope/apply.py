@@ -1,8 +1,7 @@
-"""Writing a plan into a config: for a model to be built, for a saved config.json, and for Axolotl.
+"""Write a plan into a config: of a model to be built, of a saved folder, and for Axolotl.
 
-Notable: readers disagree about the keys. transformers 5 reads `rope_parameters`, but on load lets a
-top-level `rope_scaling` win over it; transformers 4 and llama.cpp read only the top-level keys. So both
-forms are written and hold the same values.
+Readers disagree about the keys. transformers 5 reads `rope_parameters`, but a top-level `rope_scaling` wins over it on
+load; transformers 4 and llama.cpp read only the top-level keys. So both forms are written, with the same values.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, text_config
 from pose_plugin.utils.errors import PoSEError
 
 _GPT_NEOX = ("gpt_neox", "gpt_neox_japanese")
-# Nested models whose transformers 4 form can be written: the old key of the sliding layers' base.
+# Nested models that the transformers 4 form can express: the old key of the sliding layers' base.
 _OLD_LOCAL_BASE = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
 _TOP_KEYS = ("rope_theta", "rope_scaling")
 
@@ -29,13 +28,13 @@ def extend_context(
     rope: str | Mapping[str, Any] | RopeSettings = "yarn",
     **rope_settings: Any,
 ) -> Any:
-    """A copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
+    """Return a copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
 
     Args:
         config: a transformers config, or the dict of a config.json (then a dict comes back). Not modified.
         target_length: L_t, the wanted window in tokens.
-        rope: a type's name, the settings as a dict, or RopeSettings.
-        rope_settings: more settings beside a name, e.g. `rope="base", theta=2e8`.
+        rope: a kind's name, the settings as a dict, or RopeSettings.
+        rope_settings: more settings, e.g. `rope="base", theta=2e8`.
 
     Raises:
         PoSEError: see `plan_rope`; or a setting was given twice.
@@ -56,11 +55,11 @@ def extend_context(
 
 
 def apply_plan(config: Any, plan: RopePlan) -> Any:
-    """A copy of `config` with the plan's rope parameters, maximum, record and copies for older readers."""
+    """Return a copy of `config` with the plan's rope parameters, maximum, record and copies for older readers."""
     result = copy.deepcopy(config)
     text = text_config(result)
-    parameters, extra = copy.deepcopy(plan.rope_parameters), _beside(plan)
-    # The rope goes first: a yarn dict without its original length takes the maximum that is then in force.
+    parameters, extra = copy.deepcopy(plan.rope_parameters), _extra(plan)
+    # The rope goes first: a yarn dict without an original length takes the maximum at that moment.
     if isinstance(text, Mapping):
         store: dict[str, Any] = text  # type: ignore[assignment]
         if not plan.fixed:
@@ -73,7 +72,7 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
         text.max_position_embeddings = plan.max_position_embeddings
     for key in (*_TOP_KEYS, *(() if plan.top_original else ("original_max_position_embeddings",))):
         store.pop(key, None)
-    # Not by setattr: a config object has a `rope_scaling` property, and setting it replaces rope_parameters.
+    # Not by setattr: setting the property `rope_scaling` of a config object replaces rope_parameters.
     store.update(extra)
     return result
 
@@ -81,33 +80,33 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
 def rope_overrides(
     config: Any, target_length: int, rope: str | Mapping[str, Any] | RopeSettings = "yarn"
 ) -> dict[str, Any]:
-    """The plan as Axolotl's `overrides_of_model_config`, which it puts on every config it loads by setattr.
+    """Return the plan as Axolotl's `overrides_of_model_config`, which it sets on every config by setattr.
 
-    `rope_scaling` is left out: as an attribute it is another name of `rope_parameters`, and
-    would replace a nested dict by a flat one.
+    `rope_scaling` is left out: as an attribute it is another name of `rope_parameters`, and would replace a nested dict
+    by a flat one.
 
     Raises:
-        PoSEError: see `plan_rope`; or the text model sits inside a multimodal config, out of setattr's reach.
+        PoSEError: see `plan_rope`; or the rope is in a multimodal config's text_config, which setattr does not reach.
     """
     whole = as_config(config)
     plan = plan_rope(whole, target_length, rope)
     if text_config(whole) is not whole:
         raise PoSEError(
-            f"the rope of this model sits in its text_config (model type {plan.model_type!r}), where "
-            "overrides_of_model_config does not reach. Save `extend_context(config, …)` into a folder and "
-            "point base_model_config at it"
+            f"the rope of this model is in its text_config (model type {plan.model_type!r}), which "
+            "overrides_of_model_config does not reach. Save `extend_context(config, …)` into a folder and set "
+            "base_model_config to it"
         )
     result: dict[str, Any] = {} if plan.fixed else {"rope_parameters": copy.deepcopy(plan.rope_parameters)}
     result["max_position_embeddings"] = plan.max_position_embeddings
-    result.update({key: value for key, value in _beside(plan).items() if key != "rope_scaling"})
+    result.update({key: value for key, value in _extra(plan).items() if key != "rope_scaling"})
     return result
 
 
 def merge_overrides(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The plan's overrides together with the user's own.
+    """Return the plan's overrides together with the user's own.
 
     Raises:
-        PoSEError: both say something, and not the same, about the rope or the maximum.
+        PoSEError: they disagree about the rope or the maximum.
     """
     result = copy.deepcopy(dict(ours))
     for key, value in (theirs or {}).items():
@@ -127,21 +126,21 @@ def _refuse_contradiction(path: str, ours: Any, theirs: Any) -> None:
             _refuse_contradiction(f"{path}.{key}", ours.get(key), value)
     elif ours != theirs:
         raise PoSEError(
-            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove "
-            "it, or say it through pose.rope (with pose.rope: none the model keeps its frequencies)"
+            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove it, or set "
+            "pose.rope accordingly (none keeps the model's frequencies)"
         )
 
 
 def legacy_copies(parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The top-level keys from which transformers 4, llama.cpp and older vLLM read the same rope.
+    """Return the top-level keys from which transformers 4, llama.cpp and older vLLM read the same rope.
 
     Args:
         parameters: complete rope parameters, flat or nested by layer type.
         model_type: the text model's.
 
     Returns:
-        `rope_theta` and `rope_scaling` (null for plain RoPE), and what single families need beside them;
-        nothing for a nested rope that the old form cannot express.
+        `rope_theta`, `rope_scaling` (null for plain RoPE) and what single families also need; {} for a nested rope that
+        the old form cannot express.
     """
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     if not nested:
@@ -168,13 +167,13 @@ def _flat_copies(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "partial_rotary_factor" in parameters:
         copies["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    if kind == "longrope":  # transformers 4 looks for it outside of the rope dict
+    if kind == "longrope":  # transformers 4 looks for it outside the rope dict
         copies["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     return copies
 
 
-def _beside(plan: RopePlan) -> dict[str, Any]:
-    """What is written next to rope_parameters and the maximum."""
+def _extra(plan: RopePlan) -> dict[str, Any]:
+    """Return what is written in addition to rope_parameters and the maximum."""
     extra = {} if plan.fixed else legacy_copies(plan.rope_parameters, plan.model_type)
     if plan.top_original:
         # Phi-3 lets this key win over the rope dict's own.

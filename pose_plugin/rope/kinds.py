@@ -1,9 +1,8 @@
-"""The closed form of every RoPE kind, in float64 and independent of any framework.
+"""The closed form of every `rope_type`, in float64 and independent of any framework.
 
-With d the rotary head dimension, i = 0 … d/2−1 and θ_i = base^(−2i/d), the angle of position p in
-dimension pair i is p·θ_i. Every kind of context extension replaces θ_i by something slower; what it
-replaces it by is one function here, and `inverse_frequencies` picks the function from a complete
-`rope_parameters` dict. `verify_rope` holds a live model against these numbers.
+With d the rotary head dimension, i = 0 … d/2−1 and θ_i = base^(−2i/d), the angle of position p in dimension pair i is
+p·θ_i. Context extension replaces θ_i by something slower: one function per `rope_type`, in `CLOSED_FORMS`.
+`inverse_frequencies` picks it from a complete `rope_parameters` dict, and `verify_rope` compares live models with it.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from pose_plugin.utils.errors import PoSEError
 Frequencies = npt.NDArray[np.float64]
 Parameters = Mapping[str, Any]
 
-# Old names that checkpoints still carry.
+# Old names, still found in checkpoints.
 _ALIASES = {"su": "longrope"}
 
 
 def plain_frequencies(base: float, dim: int) -> Frequencies:
-    """θ_i = base^(−2i/d). Returns shape [dim / 2], radians per token."""
+    """Return θ_i = base^(−2i/d), shape [dim / 2], radians per token."""
     return np.power(float(base), -np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 def ntk_base(base: float, factor: float, dim: int) -> float:
-    """The NTK-aware base, base·s^(d/(d−2)): the slowest pair is stretched by exactly s, the fastest by 1."""
+    """Return base·s^(d/(d−2)), which stretches the slowest pair by exactly s and the fastest by 1."""
     if dim <= 2:
         raise PoSEError(f"the NTK base needs a rotary dimension above 2, got {dim}; use rope.type: linear")
     return float(base) * float(factor) ** (dim / (dim - 2))
 
 
 def dynamic_inner_term(factor: float, length: float, original_length: float) -> float:
-    """s·L/L_0 − (s−1), what dynamic NTK raises to d/(d−2); 1 at L = L_0."""
+    """Return s·L/L_0 − (s−1), which dynamic NTK raises to d/(d−2); 1 at L = L_0."""
     return factor * length / original_length - (factor - 1)
 
 
@@ -50,11 +49,11 @@ def yarn_range(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[float, float]:
-    """The pair indices (low, high) between which YaRN blends; arXiv 2309.00071, section 3.2.
+    """Return the pair indices (low, high) between which YaRN blends; arXiv 2309.00071, section 3.2.
 
-    A pair that turns r times within the original window sits at d·ln(L_0 / (2πr)) / (2·ln base). Pairs
-    below `low` turn more than `beta_fast` times and are kept, pairs above `high` turn less than
-    `beta_slow` times and are divided by s.
+    A pair that turns r times within the original window has index d·ln(L_0 / (2πr)) / (2·ln base). Pairs below `low`
+    turn more than `beta_fast` times and are kept; pairs above `high` turn less than `beta_slow` times and are divided
+    by s.
     """
 
     def pair_turning(rotations: float) -> float:
@@ -74,21 +73,21 @@ def yarn_ramp(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Frequencies:
-    """r_i = clip((i − low) / (high − low), 0, 1): 0 keeps a pair, 1 divides it by s. Shape [dim / 2]."""
+    """Return r_i = clip((i − low) / (high − low), 0, 1), shape [dim / 2]: 0 keeps a pair, 1 divides it by s."""
     low, high = yarn_range(base, dim, original_length, beta_fast, beta_slow, truncate)
     if low == high:
-        high += 0.001  # the step transformers takes instead of dividing by zero
+        high += 0.001  # transformers does the same instead of dividing by zero
     ramp: Frequencies = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
     return ramp
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """0.1·weight·ln s + 1, the scale of cos and sin (so its square scales the logits); 1 for s ≤ 1."""
+    """Return 0.1·weight·ln s + 1, the scale of cos and sin (its square scales the logits); 1 for s ≤ 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-    """√(1 + ln s / ln L_0), arXiv 2402.13753; 1 for s ≤ 1."""
+    """Return √(1 + ln s / ln L_0), arXiv 2402.13753; 1 for s ≤ 1."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
@@ -100,17 +99,17 @@ def revised_yarn_factors(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> Frequencies:
-    """What the PoSE authors' code calls YaRN: θ_i is divided by m_i + s·(1 − m_i), m = 1 − ramp.
+    """Return the divisors of what the PoSE authors' code calls YaRN: m_i + s·(1 − m_i), m = 1 − ramp; shape [dim / 2].
 
-    YaRN blends the frequencies, this blends the divisors: the same at both ends of the ramp, slower in
-    between (16.5 times at s = 64). Returns the divisors, shape [dim / 2].
+    YaRN blends the frequencies, this blends the divisors: equal at both ends of the ramp, slower in between (16.5 times
+    at s = 64).
     """
     kept = 1.0 - yarn_ramp(base, dim, original_length, beta_fast, beta_slow)
     return kept + factor * (1.0 - kept)
 
 
 def normalise(parameters: Parameters) -> dict[str, Any]:
-    """A copy of one flat rope dict with `rope_type` set and whole lengths as int; the argument is untouched.
+    """Return a copy of one flat rope dict with `rope_type` set and whole lengths as int.
 
     `{"type": "yarn"}`, the spelling of older checkpoints, becomes `{"rope_type": "yarn"}`.
     """
@@ -131,31 +130,32 @@ def inverse_frequencies(
     max_position_embeddings: int | None = None,
     length: int | None = None,
 ) -> tuple[Frequencies, float]:
-    """The frequencies and the attention factor that one complete rope dict stands for.
+    """Compute the frequencies and the attention factor of one complete rope dict.
 
     Args:
-        parameters: `rope_type`, `rope_theta` and whatever the type needs (not nested by layer type).
-        dim: d, the rotated dimensions of a head; a partial rotary factor is already in it, except for
-            `proportional`, which takes the whole head and leaves its tail at frequency 0.
-        max_position_embeddings: L_t, for kinds that leave `factor` to be derived from it.
-        length: the largest position + 1 of a batch, for the kinds that depend on it (`longrope` picks its
-            list by it, `dynamic` its base). Default: `max_position_embeddings`; `longrope` without either
-            takes the long list.
+        parameters: `rope_type`, `rope_theta` and what the type needs (not nested by layer type).
+        dim: d, the rotated dimensions of a head; a partial rotary factor is already in it, except for `proportional`,
+            which takes the whole head and leaves its tail at frequency 0.
+        max_position_embeddings: L_t, for types that derive `factor` from it.
+        length: the largest position + 1 of a batch, for types that depend on it (`longrope` picks its list by it,
+            `dynamic` its base). Default: `max_position_embeddings`; without either `longrope` takes the long list.
 
     Returns:
-        inverse frequencies of shape [dim / 2] in radians per token, and the factor on cos and sin.
+        inverse frequencies, shape [dim / 2], radians per token; the factor on cos and sin.
 
     Raises:
         PoSEError: an unknown type, a missing key, or lists of the wrong length.
+
+    Example:
+        >>> inverse_frequencies({"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}, dim=4)
+        (array([0.125  , 0.00125]), 1.0)
     """
     values = normalise(parameters)
     kind = values["rope_type"]
-    if kind not in _KINDS:
-        raise PoSEError(f"rope_type={kind!r} has no closed form here; known: {', '.join(sorted(_KINDS))}")
-    if values.get("rope_theta") is None:
-        raise PoSEError(f"the rope parameters lack rope_theta, the base: {dict(parameters)}; add it")
+    if kind not in CLOSED_FORMS:
+        raise PoSEError(f"rope_type={kind!r} has no closed form here; known: {', '.join(sorted(CLOSED_FORMS))}")
     try:
-        return _KINDS[kind](values, dim, max_position_embeddings, length)
+        return CLOSED_FORMS[kind](values, dim, max_position_embeddings, length)
     except KeyError as missing:
         raise PoSEError(
             f"rope_type={kind} needs {missing.args[0]}, which is not in {sorted(values)}; add it to rope_parameters"
@@ -167,7 +167,7 @@ def _original(values: Parameters) -> int:
 
 
 def _stretch(values: Parameters, maximum: int | None) -> float:
-    """`factor`, or maximum / original where the dict leaves it out, as Phi-3 and DeepSeek checkpoints do."""
+    """Return `factor`, or maximum / original if it is missing, as in Phi-3 and DeepSeek checkpoints."""
     if values.get("factor") is not None:
         return float(values["factor"])
     if maximum is None:
@@ -200,7 +200,7 @@ def _dynamic(values: Parameters, dim: int, maximum: int | None, length: int | No
 def _yarn(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
     factor, original = _stretch(values, maximum), _original(values)
     base = float(values["rope_theta"])
-    # `or`: transformers reads an explicit null or 0 as the default.
+    # `or`: transformers also reads an explicit null or 0 as the default.
     fast, slow = float(values.get("beta_fast") or 32.0), float(values.get("beta_slow") or 1.0)
     ramp = yarn_ramp(base, dim, original, fast, slow, bool(values.get("truncate", True)))
     plain = plain_frequencies(base, dim)
@@ -237,7 +237,7 @@ def _llama3(values: Parameters, dim: int, maximum: int | None, length: int | Non
     return (1.0 - weight) * plain / factor + weight * plain, 1.0
 
 
-_KINDS: dict[str, Callable[[Parameters, int, int | None, int | None], tuple[Frequencies, float]]] = {
+CLOSED_FORMS: dict[str, Callable[[Parameters, int, int | None, int | None], tuple[Frequencies, float]]] = {
     "default": _default,
     "linear": _linear,
     "proportional": _proportional,

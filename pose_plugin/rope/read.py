@@ -1,7 +1,7 @@
-"""What a model's config says about its rotary embedding, in one form whatever the model.
+"""Read a model's rotary embedding from its config, in one form for all models.
 
-The config may be a transformers config or the dict of a config.json, flat or nested by layer type, with
-a text model inside a multimodal one or not. Nothing given is modified.
+The config may be a transformers config or the dict of a config.json, flat or nested by layer type, with a text model
+inside a multimodal one or not. It is not modified.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from pose_plugin.rope.kinds import normalise
 from pose_plugin.utils.errors import PoSEError
 
-# The key under which a config remembers what it was before; unknown to every reader, kept by all of them.
+# The config key that holds the rope before any stretching; no reader knows it, all keep it.
 RECORD_KEY = "pose_plugin"
 FULL = "full_attention"
 _WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 
-# Text positions of these are three numbers each (time, height, width): one stretched axis has no meaning.
+# A text position of these is three numbers (time, height, width), which cannot be stretched as one axis.
 _MROPE = (
     "cohere_compass",
     "cosmos3_edge",
@@ -50,43 +50,60 @@ _NOT_ROTARY = {
     "mamba": "no positions (a state space model)",
     "mamba2": "no positions (a state space model)",
 }
-# Rotary, but their modelling code computes one table with base 10000 and reads nothing from the config.
+# Rotary, but their modelling code computes one table with base 10000 and reads no rope parameters.
 _FIXED = ("gptj", "codegen")
 
 
 @dataclass(frozen=True)
 class RopeSource:
-    """The rope of one model: what it is now, and what it was before any stretching."""
+    """The rope of one model: what it is now, and what it was before any stretching.
+
+    Attributes:
+        model_type: the text model's.
+        parameters: complete; flat, or one dict per layer type.
+        layer_type: the key of `parameters` that may change; None if it is flat.
+        rotary_dim: d, the rotated dimensions of a head.
+        unset_head_dim: the head dimension if the config has the key but leaves it null.
+        max_position_embeddings: tokens.
+        original_length, original_theta: L_0 in tokens, and the base, before any stretching.
+        record: what an earlier extension left in the config, {} if there was none.
+        sliding_window: tokens, or None.
+        sliding_layers: (layers with that window, all layers).
+        top_original: whether the config also has original_max_position_embeddings outside the rope dict.
+        latent_attention: DeepSeek's MLA: part of a head is not rotated.
+        fixed: whether the modelling code ignores rope parameters.
+        notes: for the log.
+    """
 
     model_type: str
-    parameters: dict[str, Any]  # complete; flat, or one dict per layer type
-    layer_type: str | None  # the key of `parameters` that may be changed; None where it is flat
+    parameters: dict[str, Any]
+    layer_type: str | None
     rotary_dim: int
-    unset_head_dim: int | None  # the head dimension, where the config has the key but leaves it null
+    unset_head_dim: int | None
     max_position_embeddings: int
     original_length: int
     original_theta: float
     record: dict[str, Any]
     sliding_window: int | None
-    sliding_layers: tuple[int, int]  # layers with the window, of all
-    top_original: bool  # the config also keeps original_max_position_embeddings outside of the rope dict
-    latent_attention: bool  # DeepSeek's MLA: part of a head is not rotated
-    fixed: bool  # the modelling code ignores rope parameters
+    sliding_layers: tuple[int, int]
+    top_original: bool
+    latent_attention: bool
+    fixed: bool
     notes: tuple[str, ...]
 
     @property
     def current(self) -> dict[str, Any]:
-        """The flat dict that a plan replaces."""
+        """Return a copy of the flat dict that a plan replaces."""
         return dict(self.parameters[self.layer_type]) if self.layer_type else dict(self.parameters)
 
 
 def lookup(config: Any, name: str, default: Any = None) -> Any:
-    """A value of a config object or of a config dict."""
+    """Return a value of a config object or of a config dict."""
     return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
 
 
 def text_config(config: Any) -> Any:
-    """The part that describes the decoder: itself, or what a multimodal config holds inside."""
+    """Return the part of a config that describes the decoder: itself, or a multimodal config's text_config."""
     if isinstance(config, Mapping):
         inner = config.get("text_config")
         return inner if isinstance(inner, Mapping) else config
@@ -96,13 +113,12 @@ def text_config(config: Any) -> Any:
         return config.get_text_config()
     except ValueError as error:
         raise PoSEError(
-            f"model type {lookup(config, 'model_type')!r} holds several text models ({error}); give the "
-            "config of the decoder alone"
+            f"model type {lookup(config, 'model_type')!r} has several text models ({error}); pass the decoder's config"
         ) from None
 
 
 def as_config(config: Any) -> Any:
-    """A config object for the dict of a config.json, so that each model's own defaults apply.
+    """Return a config object for the dict of a config.json, so that the model's defaults apply.
 
     A dict whose model_type transformers does not know stays a dict and has to be complete.
     """
@@ -117,14 +133,14 @@ def as_config(config: Any) -> Any:
 
 
 def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
-    """Reads the rope of a model.
+    """Read the rope of a model.
 
     Args:
         config: a transformers config or the dict of a config.json.
         original_length: overrides what the config says about L_0, tokens.
 
     Raises:
-        PoSEError: the model has no rotary positions, or none that one factor can stretch.
+        PoSEError: the model has no rotary positions, or one factor cannot stretch them.
     """
     whole = as_config(config)
     text = text_config(whole)
@@ -137,9 +153,8 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     if nested and not isinstance(parameters.get(FULL), Mapping):
         raise PoSEError(
-            f"model type {model_type!r} keeps its rope under {sorted(parameters)}, none of which is "
-            f"{FULL!r}, so it is unclear which layers see far. Set rope_parameters by hand and use rope: "
-            "none"
+            f"model type {model_type!r} keeps its rope under {sorted(parameters)} instead of {FULL!r}, which does not "
+            "say which layers see far. Set rope_parameters by hand and use rope: none"
         )
     layer_type = FULL if nested else None
     current: dict[str, Any] = parameters[FULL] if nested else parameters
@@ -168,7 +183,7 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
 
 
 def _parameters(text: Any, model_type: str) -> dict[str, Any]:
-    """A complete, normalised copy of the rope dict; empty where the config has none."""
+    """Return a complete, normalised copy of the rope dict; {} if the config has none."""
     found = lookup(text, "rope_parameters") or lookup(text, "rope_scaling")
     theta = lookup(text, "rope_theta") or lookup(text, "rotary_emb_base")
     if not found and not theta:
@@ -187,8 +202,8 @@ def _complete(parameters: Mapping[str, Any], shared: Mapping[str, float], model_
     result = {**shared, **given}
     if "rope_theta" not in result:
         raise PoSEError(
-            f"model type {model_type!r}: its rope dict {dict(parameters)} has no rope_theta and its config "
-            "has none either; add the base the model was trained with"
+            f"model type {model_type!r}: neither its rope dict {dict(parameters)} nor its config has a rope_theta; add "
+            "the base that the model was trained with"
         )
     return result
 
@@ -198,16 +213,16 @@ def _refuse_unrotated(whole: Any, text: Any, model_type: str, parameters: dict[s
     axes = [key for key in parameters if str(key).startswith("mrope")]
     if axes or parameters.get("rope_type") == "mrope" or any(name.startswith(_MROPE) for name in names):
         raise PoSEError(
-            f"model type {model_type!r} gives each token three positions (mrope: time, height, width); "
-            "PoSE stretches one position per token. Use the text-only model of the family"
+            f"model type {model_type!r} gives each token three positions (mrope: time, height, width), and PoSE "
+            "stretches one. Use the text-only model of the family"
         )
     if lookup(text, "alibi"):
         parameters.clear()
     if not parameters:
         how = "ALiBi biases" if lookup(text, "alibi") else _NOT_ROTARY.get(model_type, "no rotary positions")
         raise PoSEError(
-            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), so "
-            "there are no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
+            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), which "
+            "leaves no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
         )
 
 
@@ -226,14 +241,14 @@ def _default_head_dim(text: Any) -> int:
     hidden, heads = lookup(text, "hidden_size"), lookup(text, "num_attention_heads")
     if not hidden or not heads:
         raise PoSEError(
-            "the config says neither head_dim nor hidden_size and num_attention_heads, so the rotary "
-            "dimension is unknown; add head_dim"
+            "the config has neither head_dim nor hidden_size and num_attention_heads, so the rotary dimension is "
+            "unknown; add head_dim"
         )
     return int(hidden // heads)
 
 
 def _unset_head_dim(text: Any) -> int | None:
-    """Mixtral and others; transformers' yarn and longrope multiply the null and die with a TypeError."""
+    """Return the head dimension if the config leaves it null (Mixtral), which transformers' yarn cannot multiply."""
     if isinstance(text, Mapping) or lookup(text, "is_heterogeneous"):
         return None
     if lookup(text, "head_dim", 0) is not None:
@@ -244,7 +259,7 @@ def _unset_head_dim(text: Any) -> int | None:
 def _original_length(
     current: Mapping[str, Any], maximum: int, record: Mapping[str, Any], asked: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """L_0, from the most to the least certain witness, and what there is to say about it."""
+    """Return L_0 from the most certain source, and notes about it."""
     if asked is not None:
         return asked, ()
     if record.get("original_length"):
@@ -256,9 +271,9 @@ def _original_length(
     if kind == "linear" and factor > 1:
         length = round(maximum / factor)
         return length, (
-            f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}: its original "
-            f"window is taken to be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled "
-            f"maximum; if this is one, set rope.original_length: {maximum}",
+            f"the model has linear scaling by {factor:g} and max_position_embeddings={maximum}, so its original window "
+            f"should be {maximum} / {factor:g} = {length}. Some checkpoints keep the unscaled maximum; if this is one, "
+            f"set rope.original_length: {maximum}",
         )
     return maximum, ()
 

@@ -1,7 +1,6 @@
-"""Bounds from the literature that advise on the base and on interpolation. numpy only.
+"""Bounds and recipes from the literature that advise on the base. numpy only.
 
-Notable: the retrieval bound is searched with one matrix product per candidate base, so that 128k
-positions cost milliseconds instead of a table of cosines.
+The retrieval bound is searched with one matrix product per candidate base, so 128k positions take milliseconds.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def retrieval_strength(base: float, dim: int, stop: int, start: int = 0) -> npt.NDArray[np.float64]:
-    """B(m) = Σ_i cos(m·θ_i) for m = start … stop − 1, arXiv 2405.14591.
+    """Compute B(m) = Σ_i cos(m·θ_i) for m = start … stop − 1, arXiv 2405.14591.
 
-    B(m) says how much more a token m positions back can draw attention when it is like the query than
-    when it is not; below zero the model attends to dissimilar tokens more than to similar ones.
+    B(m) measures how much more attention a token m positions back can draw if it resembles the query than if it does
+    not. Below zero the model attends more to dissimilar tokens.
 
     Returns: shape [stop − start].
     """
@@ -34,7 +33,7 @@ def retrieval_strength(base: float, dim: int, stop: int, start: int = 0) -> npt.
 
 
 def _failure(base: float, dim: int, length: int) -> int | None:
-    """A distance of at most `length` at which B is below 0; None if there is none."""
+    """Return a distance of at most `length` at which B is below 0, or None."""
     start, stop = 0, 1024
     # Too small a base fails within a few thousand tokens, so the whole length is rarely computed.
     while start <= length:
@@ -46,15 +45,15 @@ def _failure(base: float, dim: int, length: int) -> int | None:
 
 
 def can_retrieve(base: float, dim: int, length: int) -> bool:
-    """Whether Σ_i cos(m·θ_i) ≥ 0 at every distance m ≤ length."""
+    """Return whether Σ_i cos(m·θ_i) ≥ 0 at every distance m ≤ length."""
     return _failure(base, dim, length) is None
 
 
 def retrieval_base(length: int, dim: int) -> float:
-    """The smallest base, in steps of half a percent, that retrieves over `length` tokens (arXiv 2405.14591).
+    """Return the smallest base, in steps of half a percent, that retrieves over `length` tokens (arXiv 2405.14591).
 
-    Able bases come in narrow islands before every larger base is able, which is why a bisection would
-    not find the smallest one and why published values depend on the grid they were searched on.
+    Sufficient bases come in narrow islands before every larger base suffices. So a bisection would not find the
+    smallest one, and published values depend on the grid of their search.
 
     Args:
         length: L, tokens.
@@ -83,48 +82,10 @@ def retrieval_base(length: int, dim: int) -> float:
 
 
 def prolong_base(length: int) -> float:
-    """The power law through ProLong's two choices, 8e6 at 64k and 1.28e8 at 512k (arXiv 2410.02660)."""
+    """Return the power law through ProLong's two choices, 8e6 at 64k and 1.28e8 at 512k (arXiv 2410.02660)."""
     return float(8e6 * (length / 65536) ** (math.log(16) / math.log(8)))
 
 
 def llama3_80k_base(base: float, factor: float) -> float:
-    """The Llama-3 8K→80K recipe, 5e5 → 2e8 (×400 for s = 10, arXiv 2404.19553), as a power law in s."""
+    """Return the Llama-3 8K→80K recipe, 5e5 → 2e8 (×400 for s = 10, arXiv 2404.19553), as a power law in s."""
     return float(base) * float(factor) ** math.log10(400)
-
-
-def interpolation_bound(
-    position: float,
-    left: float,
-    right: float,
-    dim: int,
-    base: float = 1e4,
-    largest_weight: float = 1.0,
-) -> float:
-    """Theorem 2.1 of Position Interpolation (arXiv 2306.15595).
-
-    Between two integer positions the attention score a(s) departs from the straight line through its
-    two neighbours by at most d·max|h_j|·(s − s₁)(s₂ − s) / (8·ln c).
-
-    Args:
-        position, left, right: s, s₁ and s₂, with s₁ ≤ s ≤ s₂.
-        dim: d.
-        base: c.
-        largest_weight: max|h_j|, the largest product of a query pair and a key pair.
-    """
-    if not left <= position <= right:
-        raise PoSEError(f"position={position} must lie between left={left} and right={right}")
-    return dim * largest_weight * (position - left) * (right - position) / (8 * math.log(base))
-
-
-def extrapolation_bound(distances: npt.ArrayLike, dim: int, base: float = 1e4) -> npt.NDArray[np.float64]:
-    """B(s) = Σ_k |A_k(s)|, A_k(s) = Σ_{j<k} e^(i·s·θ_j): how far a score may go outside the trained window.
-
-    Args:
-        distances: s, any shape, tokens.
-
-    Returns: the same shape; multiply by 2·max|h_j| for the bound of RoFormer's section 3.4.3.
-    """
-    angles = np.multiply.outer(np.asarray(distances, dtype=np.float64), plain_frequencies(base, dim))
-    partial_sums = np.cumsum(np.exp(1j * angles), axis=-1)
-    bound: npt.NDArray[np.float64] = np.abs(partial_sums).sum(axis=-1)
-    return bound

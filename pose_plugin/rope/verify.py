@@ -1,8 +1,8 @@
-"""Holding a built model's rotary buffers against the closed form.
+"""Compare a built model's rotary buffers with the closed form, and restore them.
 
-Everything between a config and the buffers can go wrong without a word: the config is changed after the
-model was built, a loader drops the theta, a cast turns the buffer into bf16, a meta device leaves it
-unfilled. So the live numbers are read and compared; only buffers are touched, never weights.
+Everything between a config and the buffers can fail silently: the config is changed after the model was built, a loader
+drops the theta, a cast turns the buffer into bf16, a meta device leaves it unfilled. So the live numbers are compared.
+No checkpoint holds these buffers, so nothing else restores them. Weights are neither read nor written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.rope.read import FULL, lookup, read_rope, text_config
 from pose_plugin.utils.errors import RopeMismatchError
+from pose_plugin.utils.models import unwrap
 
+# DeepSpeed casts the whole module to these, FSDP 1 casts buffers in its first forward.
+_COARSE = ("torch.bfloat16", "torch.float16")
 _REBUILD = (
     "inv_freq is made when the model is built: change the config first and build from it, e.g. "
     "AutoModelForCausalLM.from_pretrained(base, config=extend_context(config, target_length))"
@@ -40,7 +43,7 @@ class RopeCheck:
 
 @dataclass(frozen=True)
 class RopeReport:
-    """What was compared; only made when everything agreed."""
+    """All buffers that were compared; exists only if all agreed."""
 
     checks: tuple[RopeCheck, ...]
     max_position_embeddings: int
@@ -73,41 +76,71 @@ class _Live:
 
 
 def verify_rope(model: Any, expected: Any = None) -> RopeReport:
-    """Compares every rotary module of a built model with the float64 closed form.
+    """Compare every rotary module of a built model with the float64 closed form.
 
     Args:
-        model: a transformers model, wrapped (PEFT, DDP) or not. Weights may be on meta, sharded or
-            quantised: only the rotary buffers are read.
-        expected: what is wanted: a RopePlan, a config (object or dict), or complete rope parameters.
-            Default: the model's own config, which finds models built before it was changed.
+        model: a transformers model, wrapped (PEFT, DDP) or not. Weights may be on meta, sharded or quantised: only the
+            rotary buffers are read.
+        expected: a RopePlan, a config (object or dict), or complete rope parameters. Default: the model's own config,
+            which finds models that were built before it was changed.
 
     Returns: a report of the buffers that were compared.
 
     Raises:
-        RopeMismatchError: naming the module, the first differing dimension, got and wanted, and what to do.
+        RopeMismatchError: naming the module, the first differing dimension, the value, the expected value and a fix.
     """
-    # DeepSpeed's engine has a `config` too, its own.
-    while hasattr(model, "module") and not hasattr(getattr(model, "config", None), "model_type"):
-        model = model.module
+    model = unwrap(model)
     text = text_config(model.config)
     wanted = _expected(text if expected is None else expected, text)
     _check_config(text, wanted)
     checks = [_check(live, wanted) for live in _rotary_buffers(model, text, wanted)]
     if not checks:
         raise RopeMismatchError(
-            f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be "
-            "verified; is it a RoPE model?"
+            f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be verified; is "
+            "it a RoPE model?"
         )
     return RopeReport(tuple(checks), int(text.max_position_embeddings))
 
 
-def tolerance(parameters: Mapping[str, Any]) -> float:
-    """How far float32 frequencies may stray from the float64 closed form, relatively.
+def restore_rope(model: Any, only_coarse: bool = False) -> list[str]:
+    """Recompute the buffers of every rotary module from its config, in float32 and on the same device.
 
-    transformers computes base^(2i/d) in float32: rounding the exponent costs ln(base)·2^−24, and where a
-    pair is blended, (1 − r)·θ + r·θ/s carries the rounding of r magnified by s. With room for the few
-    operations around it: 2^−22·(4 + ln base + s). That is 4e-6 for plain RoPE and 2e-5 at s = 64, a
-    hundredth of what bf16 (2^−9) or any wrong setting worth the name would change.
+    Use it after a cast of the whole model (DeepSpeed in bf16 or fp16, FSDP 1) or after `to_empty`.
+
+    Args:
+        model: a transformers model, wrapped or not. Only rotary buffers are changed.
+        only_coarse: skip buffers that are not bfloat16 or float16, with any values.
+
+    Returns: the names of the restored buffers. A module that cannot be built from its config alone is skipped;
+        `verify_rope` reports it.
+    """
+    restored = []
+    home = next((p.device for p in model.parameters() if p.device.type != "meta"), "cpu")
+    for name, module in model.named_modules():
+        old = {key: buffer for key, buffer in module.named_buffers(recurse=False) if key.endswith("inv_freq")}
+        if only_coarse:
+            old = {key: buffer for key, buffer in old.items() if str(buffer.dtype) in _COARSE}
+        if not old or not hasattr(module, "config"):
+            continue
+        try:
+            fresh = type(module)(module.config)
+        except Exception:
+            continue
+        for key, buffer in old.items():
+            new = getattr(fresh, key, None)
+            if new is not None and new.shape == buffer.shape:
+                setattr(module, key, new.detach().float().to(home if buffer.is_meta else buffer.device))
+                restored.append(f"{name}.{key}" if name else key)
+    return restored
+
+
+def tolerance(parameters: Mapping[str, Any]) -> float:
+    """Return the largest relative difference allowed between float32 frequencies and the float64 closed form.
+
+    transformers computes base^(2i/d) in float32: rounding the exponent costs ln(base)·2^−24, and in a blended pair
+    (1 − r)·θ + r·θ/s magnifies the rounding of r by s. With room for the operations around it this gives
+    2^−22·(4 + ln base + s): 4e-6 for plain RoPE, 2e-5 at s = 64. bf16 (2^−9) or a wrong setting changes a hundred times
+    as much.
     """
     stretch = max([float(parameters.get("factor") or 1.0), *map(float, parameters.get("long_factor") or [])])
     return 2.0**-22 * (4.0 + math.log(float(parameters["rope_theta"])) + stretch)
@@ -127,7 +160,7 @@ def _expected(source: Any, text: Any) -> _Expected:
 def _check_config(text: Any, wanted: _Expected) -> None:
     if text.max_position_embeddings < wanted.maximum:
         raise RopeMismatchError(
-            f"the model's max_position_embeddings={text.max_position_embeddings} is below the wanted "
+            f"the model's max_position_embeddings={text.max_position_embeddings} is below the expected "
             f"{wanted.maximum}. {_REBUILD}"
         )
     copied = vars(text).get("rope_scaling")
@@ -135,9 +168,8 @@ def _check_config(text: Any, wanted: _Expected) -> None:
     inner = parameters.get(FULL, parameters) if isinstance(parameters, Mapping) else None
     if copied and inner and normalise(copied) != normalise(inner):
         raise RopeMismatchError(
-            f"the config holds two different ropes: rope_parameters={dict(inner)}, but the copy for older "
-            f"readers says rope_scaling={copied}, and a reload takes the copy. Use extend_context instead "
-            "of editing rope_parameters"
+            f"the config holds two different ropes: rope_parameters={dict(inner)} and, for older readers, rope_scaling="
+            f"{copied}; a reload takes the second. Use extend_context instead of editing rope_parameters"
         )
 
 
@@ -147,7 +179,7 @@ def _rotary_buffers(model: Any, text: Any, wanted: _Expected) -> Iterator[_Live]
     for name, module in model.named_modules():
         own = getattr(module, "config", None)
         if composite and (own is None or lookup(own, "model_type") != lookup(text, "model_type")):
-            continue  # the rotary module of a vision or audio tower
+            continue  # a vision or audio tower has its own rope
         buffers = dict(module.named_buffers(recurse=False))
         if "inv_freq" not in buffers and hasattr(module, "inv_freq"):
             buffers["inv_freq"] = module.inv_freq
@@ -173,43 +205,41 @@ def _check(live: _Live, wanted: _Expected) -> RopeCheck:
     parameters = wanted.parameters
     if live.layer_type is not None and FULL in parameters:
         if live.layer_type not in parameters:
-            raise RopeMismatchError(f"{live.name} belongs to no layer type of the wanted rope, {sorted(parameters)}")
+            raise RopeMismatchError(f"{live.name} belongs to no layer type of the expected rope, {sorted(parameters)}")
         parameters = parameters[live.layer_type]
     got = _frequencies_of_table(live, wanted) if wanted.fixed else _read(live.name, live.tensor)
     dim = 2 * got.size
     if wanted.rotary_dim not in (None, dim) and live.layer_type in (None, FULL):
         raise RopeMismatchError(
-            f"{live.name} has {got.size} frequencies, but the config's rotary dimension is "
-            f"{wanted.rotary_dim}, which needs {wanted.rotary_dim // 2}. {_REBUILD}"
+            f"{live.name} has {got.size} frequencies, but the config's rotary dimension is {wanted.rotary_dim}, which "
+            f"needs {wanted.rotary_dim // 2}. {_REBUILD}"
         )
-    rtol = tolerance(parameters)
+    kind, rtol = parameters["rope_type"], tolerance(parameters)
     candidates = _candidates(parameters, dim, wanted.maximum)
     # longrope swaps its buffer between two lists as batches pass; either is right, a mixture is not.
-    fits = [_difference(got, want) for want, _ in candidates]
-    best = min(range(len(fits)), key=lambda n: (np.count_nonzero(fits[n] > rtol), fits[n].max()))
-    want, attention = candidates[best]
-    if fits[best].max() > rtol:
-        first = int(np.argmax(fits[best] > rtol))
+    differences = [_difference(got, want) for want, _ in candidates]
+    best = min(range(len(candidates)), key=lambda n: (np.count_nonzero(differences[n] > rtol), differences[n].max()))
+    (want, attention), difference = candidates[best], differences[best]
+    if difference.max() > rtol:
+        first = int(np.argmax(difference > rtol))
         raise RopeMismatchError(
-            f"{live.name}[{first}] is {got[first]:.9g}, but {parameters['rope_type']} with theta "
-            f"{parameters['rope_theta']:g} wants {want[first]:.9g} (relative difference "
-            f"{fits[best][first]:.1e}, allowed {rtol:.1e}). {_REBUILD}. If the model was moved off the meta device by "
-            "to_empty, call pose_plugin.rope.restore_rope(model) instead"
+            f"{live.name}[{first}] is {got[first]:.9g}, but {kind} with theta {parameters['rope_theta']:g} needs "
+            f"{want[first]:.9g} (relative difference {difference[first]:.1e}, allowed {rtol:.1e}). {_REBUILD}. If the "
+            "model left the meta device by to_empty, call pose_plugin.rope.restore_rope(model) instead"
         )
-    if live.original is not None and parameters["rope_type"] == "longrope":
+    if live.original is not None and kind == "longrope":
         start = _difference(_read(live.name, live.original), candidates[0][0]).max()
         if start > rtol:
             raise RopeMismatchError(
-                f"{live.name}: the buffer kept for short batches differs from short_factor's frequencies by "
-                f"{start:.1e} (allowed {rtol:.1e}). {_REBUILD}"
+                f"{live.name}: the buffer for short batches differs from short_factor's frequencies by {start:.1e} "
+                f"(allowed {rtol:.1e}). {_REBUILD}"
             )
-    found = 1.0 if live.attention_factor is None else float(live.attention_factor)
-    if not math.isclose(found, attention, rel_tol=1e-6):
+    scale = 1.0 if live.attention_factor is None else float(live.attention_factor)
+    if not math.isclose(scale, attention, rel_tol=1e-6):
         raise RopeMismatchError(
-            f"{live.name}: cos and sin are scaled by {found:.9g}, but {parameters['rope_type']} wants "
-            f"{attention:.9g}. {_REBUILD}"
+            f"{live.name}: cos and sin are scaled by {scale:.9g}, but {kind} needs {attention:.9g}. {_REBUILD}"
         )
-    return RopeCheck(live.name, live.layer_type, parameters["rope_type"], got.size, float(fits[best].max()), found)
+    return RopeCheck(live.name, live.layer_type, kind, got.size, float(difference.max()), scale)
 
 
 def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[tuple[Frequencies, float]]:
@@ -223,7 +253,7 @@ def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[t
 
 
 def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
-    """Relative; absolute where 0 is wanted (the tail of a proportional rope). NaN counts as infinite."""
+    """Return relative differences, absolute ones where 0 is expected (a proportional rope's tail); NaN is infinite."""
     scale = np.where(want == 0, 1.0, np.abs(want))
     return np.nan_to_num(np.abs(got - want) / scale, nan=np.inf)
 
@@ -231,28 +261,24 @@ def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
 def _read(name: str, tensor: Any) -> Frequencies:
     if tensor.is_meta:
         raise RopeMismatchError(
-            f"{name} is on the meta device: its values do not exist yet. Verify after the weights are "
-            "loaded; if they are, the loader left the buffer out, as it is in no checkpoint: call "
-            "pose_plugin.rope.restore_rope(model)"
+            f"{name} is on the meta device and has no values yet. Verify after the weights are loaded; if they are, "
+            "the loader left this buffer out, as no checkpoint holds it: call pose_plugin.rope.restore_rope(model)"
         )
     if str(tensor.dtype) not in ("torch.float32", "torch.float64"):
         raise RopeMismatchError(
-            f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 "
-            "from 257. Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of "
-            "casting the whole model with .to(torch.bfloat16) or .half(); or call pose_plugin.rope.restore_rope(model) "
-            "after the cast"
+            f"{name} is {tensor.dtype}, but must be torch.float32: a coarser type cannot tell position 256 from 257. "
+            "Load with from_pretrained(…, dtype=torch.bfloat16), which keeps it, instead of .to(torch.bfloat16) or "
+            ".half(); or call pose_plugin.rope.restore_rope(model) after the cast"
         )
     values: Frequencies = tensor.detach().cpu().double().numpy().reshape(-1)
     return values
 
 
 def _frequencies_of_table(live: _Live, wanted: _Expected) -> Frequencies:
-    """GPT-J keeps sin and cos of every position, [positions, d], not frequencies: row 1 gives them back."""
+    """Derive the frequencies from GPT-J's table of sin and cos, [positions, d]: the angles of position 1."""
     table = live.tensor
     if table.shape[0] < wanted.maximum:
-        raise RopeMismatchError(
-            f"{live.name} has {table.shape[0]} positions, but {wanted.maximum} are wanted. {_REBUILD}"
-        )
+        raise RopeMismatchError(f"{live.name} has {table.shape[0]} positions, but needs {wanted.maximum}. {_REBUILD}")
     half = table.shape[1] // 2
     row = _read(live.name, table[1])
     angles: Frequencies = np.arctan2(row[:half], row[half:])

@@ -82,7 +82,7 @@ def test_first_differing_dimension_value_and_wanted_are_named():
         verify_rope(model)
     want = 1e4 ** (-10 / 32)
     assert f"model.rotary_emb.inv_freq[5] is {want * 1.001:.6f}"[:-1] in str(error.value)
-    assert f"wants {want:.6f}"[:-1] in str(error.value)
+    assert f"{want:.6f}"[:-1] in str(error.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0, 1e30])
@@ -96,7 +96,7 @@ def test_an_unfilled_buffer_is_caught(value):
 def test_a_wrong_attention_factor_is_caught():
     model = build(extend_context(LlamaConfig(**SMALL), TARGET, "yarn"))
     model.model.rotary_emb.attention_scaling = 1.0
-    with pytest.raises(RopeMismatchError, match=r"scaled by 1, but yarn wants 1\.277"):
+    with pytest.raises(RopeMismatchError, match=r"scaled by 1, .*1\.277"):
         verify_rope(model)
 
 
@@ -111,7 +111,7 @@ def test_a_sliding_layer_that_was_stretched_too_is_caught():
 def test_a_maximum_that_was_not_raised_is_caught():
     plan = plan_rope(LlamaConfig(**SMALL), TARGET)
     config = LlamaConfig(**SMALL, rope_parameters=plan.rope_parameters)
-    with pytest.raises(RopeMismatchError, match=f"max_position_embeddings={WINDOW} is below the wanted {TARGET}"):
+    with pytest.raises(RopeMismatchError, match=f"max_position_embeddings={WINDOW} .*{TARGET}"):
         verify_rope(build(config), plan)
 
 
@@ -124,7 +124,7 @@ def test_a_wrong_rotary_dimension_is_caught():
 def test_two_ropes_in_one_config_are_caught():
     config = extend_context(LlamaConfig(**SMALL), TARGET, "yarn")
     config.rope_parameters = {**config.rope_parameters, "factor": 4.0}
-    with pytest.raises(RopeMismatchError, match="two different ropes"):
+    with pytest.raises(RopeMismatchError, match="rope_scaling="):
         verify_rope(build(config))
 
 
@@ -228,7 +228,7 @@ def test_gptj_keeps_a_table():
     config = extend_context(GPTJConfig(**small, n_positions=64), 128, "none")
     model = build(config)
     assert verify_rope(model).checks[0].frequencies == 4
-    with pytest.raises(RopeMismatchError, match="64 positions, but 128"):
+    with pytest.raises(RopeMismatchError, match=r"64 positions.*128"):
         short = build(GPTJConfig(**small, n_positions=64))
         short.config.n_positions = 128
         verify_rope(short)

@@ -1,0 +1,33 @@
+"""Find the model inside its wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside DDP, FSDP, DeepSpeed, torch.compile and PEFT wrappers, in any order."""
+    *_, inner = shells(model)
+    return inner
+
+
+def shells(model: Any) -> Iterator[Any]:
+    """Yield a model, then what each wrapper holds, down to the transformers model.
+
+    Example:
+        >>> [type(each).__name__ for each in shells(DistributedDataParallel(get_peft_model(llama, LoraConfig())))]
+        ['DistributedDataParallel', 'PeftModel', 'LoraModel', 'LlamaForCausalLM']
+    """
+    while True:
+        yield model
+        if hasattr(model, "get_base_model"):
+            # Wrappers pass attributes on, so `model` may be a wrapper of the PEFT model: the answer is the same.
+            yield model.base_model
+            inner = model.get_base_model()
+        else:
+            # Not `or`: the truth of a compiled model is its length, which it does not have.
+            inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        if inner is None or inner is model:
+            return
+        model = inner
