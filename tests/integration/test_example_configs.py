@@ -318,7 +318,7 @@ def test_opens_with_how_to_run_it(name, monkeypatch):
     head = text.split("\n\n", 1)[0] if name.endswith(".yaml") else text.split('"""')[1]
     words = " ".join(head.replace("#", " ").split())
     assert f"example_configs/{name}" in words
-    assert "Hardware:" in words and "Reach:" in words
+    assert "Hardware:" in words and "Results:" in words
     assert any(word in words for word in ("ublished", "not been measured", "README.md"))
     for line in head.splitlines():
         command = line.removeprefix("#").split("  #")[0].replace("Run:", "").strip()
