@@ -1,14 +1,14 @@
-"""Llama-3-8B-Instruct from 8K to 80K with TRL: the published recipe (arXiv 2404.19553), or PoSE in its place.
+"""Llama-3-8B-Instruct from 8K to 80K with TRL: the published recipe (arXiv 2404.19553), or the same with PoSE.
 
 Run:       pip install "pose-plugin[trl]" bitsandbytes flash-attn
-           torchrun --nproc_per_node 8 example_configs/llama3-80k/trl_qlora.py                 # on whole rows
+           torchrun --nproc_per_node 8 example_configs/llama3-80k/trl_qlora.py                 # whole rows
            python example_configs/llama3-80k/trl_qlora.py --train-length 8192 --output outputs/llama3-80k-pose
-Hardware:  8 GPUs of 80 GB for whole rows of 81,920 tokens. Published: 8 hours on 8 × A800 (80 GB). For rows of 8,192
-           tokens one GPU of 24 GB. Reckoned: about 17 GiB (`pose-plugin plan` of qlora-pose.yaml, the same run), of
-           which 8 are the trained embeddings (0.5 billion numbers in float32, with gradient and moments).
-Data:      chats.jsonl, {"messages": [{"role": "user", "content": "…"}, …]}: loss on the assistant's turns, and what is
-           longer than the window dropped. texts.jsonl, {"text": "…"}: cut at the window. Published: 15,500 and 5,000.
-Reach:     published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
+Hardware:  8 GPUs of 80 GB for whole rows of 81,920 tokens. Published: 8 hours on 8 × A800 (80 GB). One GPU of 24 GB
+           for rows of 8,192 tokens; `pose-plugin plan` of qlora-pose.yaml, the same run, estimates the memory.
+Data:      chats.jsonl, {"messages": [{"role": "user", "content": "…"}, …]}: the loss is on the assistant's turns, and
+           rows longer than the window are dropped. texts.jsonl, {"text": "…"}: cut at the window. Published: 15,500
+           and 5,000 rows.
+Results:   published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
            average (base: 43.20), InfiniteBench long-book QA 30.92 (base: 7.00), MMLU 64.44 (base: 65.91). For PoSE
            nothing is published, and it has not been measured.
 """
@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from pose_plugin import PoSECollator, extend_context
 
-# Llama 3's format; the marks around the assistant's turns tell the tokenizer what is trained.
+# Llama 3's format. {% generation %} marks the assistant's turns, from which the tokenizer makes the loss mask.
 TEMPLATE = (
     "{% for message in messages %}{{ bos_token if loop.first }}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
 )
-BATCH = 8  # rows a step, over all GPUs
+BATCH = 8  # rows per step over all GPUs
 
 
 def arguments() -> argparse.Namespace:
@@ -43,15 +43,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="meta-llama/Meta-Llama-3-8B-Instruct", help="name or folder of the base")
     parser.add_argument("--chats", default="chats.jsonl", help="rows of {'messages': […]}")
     parser.add_argument("--texts", default="texts.jsonl", help="rows of {'text': …}")
-    parser.add_argument("--target-length", type=int, default=81920, help="the window that is wanted, in tokens")
-    parser.add_argument("--train-length", type=int, default=81920, help="longest row; below the target, PoSE is on")
+    parser.add_argument("--target-length", type=int, default=81920, help="the wanted window in tokens")
+    parser.add_argument("--train-length", type=int, default=81920, help="longest row; PoSE is on below the target")
     parser.add_argument("--output", default="outputs/llama3-80k", help="folder to save to")
-    parser.add_argument("--max-steps", type=int, default=-1, help="fewer than one epoch")
+    parser.add_argument("--max-steps", type=int, default=-1, help="stop before the end of the epoch")
     return parser.parse_args()
 
 
 def rows(tokenizer: Any, args: argparse.Namespace) -> Dataset:
-    """input_ids and labels of conversations and texts."""
+    """Return input_ids and labels of conversations and texts."""
 
     def chat(row: dict[str, Any]) -> dict[str, list[int]]:
         made = tokenizer.apply_chat_template(
@@ -113,7 +113,7 @@ def main() -> None:
             lr_scheduler_type="linear",
             warmup_steps=0,
             train_sampling_strategy="group_by_length",
-            max_length=None,  # the rows are as long as they shall be
+            max_length=None,  # the rows are cut already
             bf16=True,
             use_cpu=not gpu,
             gradient_checkpointing=True,
@@ -128,7 +128,7 @@ def main() -> None:
             target_length=args.target_length,
             train_length=args.train_length,
             sampler="pose" if pose else "none",
-            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows, to keep short skill
+            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows keep short-context skill
         ),
         peft_config=LoraConfig(
             r=32,

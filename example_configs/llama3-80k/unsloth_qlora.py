@@ -3,15 +3,15 @@
 Run:       pip install "pose-plugin[trl]" unsloth
            python example_configs/llama3-80k/unsloth_qlora.py                                  # PoSE, rows of 8,192
            python example_configs/llama3-80k/unsloth_qlora.py --train-length 81920 --output outputs/llama3-80k
-Hardware:  a GPU of 24 GB for PoSE, of 80 GB for whole rows. Reckoned. Published for whole rows on 8 of them: 8 hours on
-           8 × A800 (80 GB); one takes 8 rows a step one after the other.
-Data:      chats.jsonl and texts.jsonl as for trl_qlora.py beside this file.
-Reach:     published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
+Hardware:  one GPU of 24 GB for PoSE, or of 80 GB for whole rows (estimated). Published for whole rows: 8 hours on 8 ×
+           A800 (80 GB). One GPU accumulates the 8 rows of a step.
+Data:      chats.jsonl and texts.jsonl as for trl_qlora.py in this folder.
+Results:   published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
            average (base: 43.20), InfiniteBench long-book QA 30.92 (base: 7.00), MMLU 64.44 (base: 65.91). For PoSE
            nothing is published, and it has not been measured.
 
-Its own `rope_scaling` and a `max_seq_length` beyond the base's maximum would put a linear scaling in the place of the
-new base. `extended_base` writes a base folder that has the target already.
+Unsloth replaces the new RoPE base by a linear scaling if `max_seq_length` is beyond the base model's maximum, or if its
+own `rope_scaling` is set. Therefore `extended_base` first writes a base folder whose config already has the target.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--extended", default="outputs/llama-3-8b-80k-base", help="folder for the extended base")
     parser.add_argument("--chats", default="chats.jsonl", help="rows of {'messages': […]}")
     parser.add_argument("--texts", default="texts.jsonl", help="rows of {'text': …}")
-    parser.add_argument("--target-length", type=int, default=81920, help="the window that is wanted, in tokens")
-    parser.add_argument("--train-length", type=int, default=8192, help="longest row; below the target, PoSE is on")
+    parser.add_argument("--target-length", type=int, default=81920, help="the wanted window in tokens")
+    parser.add_argument("--train-length", type=int, default=8192, help="longest row; PoSE is on below the target")
     parser.add_argument("--output", default="outputs/llama3-80k-unsloth", help="folder to save to")
-    parser.add_argument("--max-steps", type=int, default=-1, help="fewer than one epoch")
+    parser.add_argument("--max-steps", type=int, default=-1, help="stop before the end of the epoch")
     return parser.parse_args()
 
 
@@ -91,7 +91,7 @@ def main() -> None:
             target_length=args.target_length,
             train_length=args.train_length,
             sampler="pose" if pose else "none",
-            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows, to keep short skill
+            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows keep short-context skill
         ),
     )
     trainer.train()

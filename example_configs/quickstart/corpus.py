@@ -1,8 +1,8 @@
 """The texts and documents of the quick start, shared by make_base.py and make_data.py.
 
-Texts are files of Python's own library (PSF licence): they are on every machine that can run the scripts, so
-nothing is downloaded. They differ a little between Python versions, which is why the base model is committed.
-Training and judging use different files; PasskeyMaker also keeps half of the keys out of all training.
+- Texts are files of Python's own library (PSF licence), so nothing is downloaded.
+- They differ slightly between Python versions; therefore the trained base model is committed.
+- Training and evaluation use different files, and half of all passkeys never occur in training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from pose_plugin.evaluation.prompts import PasskeyBuilder
 from pose_plugin.utils.errors import PoSEError
 
-WINDOW = 128  # L_0 and L_c: the window of the base model, and of the extension's training
-TARGET = 2048  # L_t: the window that is wanted, and the length of a text document
+WINDOW = 128  # L_0 and L_c: the window of the base model, and the trained window
+TARGET = 2048  # L_t: the wanted window, and the length of a text document
 
 TRAINING_FILES = (
     "pydoc_data/topics.py",
@@ -37,33 +37,33 @@ JUDGING_FILES = ("_pydecimal.py", "doctest.py", "mailbox.py", "imaplib.py")
 
 
 def read_texts(files: tuple[str, ...]) -> list[str]:
-    """The contents of files of Python's library, in the order given.
+    """Return the contents of files of Python's library, in the given order.
 
     Raises:
-        PoSEError: when this Python comes without one of the files.
+        PoSEError: this Python does not have one of the files.
     """
     library = Path(sysconfig.get_path("stdlib"))
     missing = [name for name in files if not (library / name).is_file()]
     if missing:
         raise PoSEError(
-            f"{library} has no {', '.join(missing)}: this Python was packaged without its whole library. "
-            "Install the full standard library, or run with another CPython >= 3.10"
+            f"{library} has no {', '.join(missing)}: this Python comes without its full standard library. "
+            "Install it, or use another CPython >= 3.10"
         )
     return [(library / name).read_text(encoding="utf-8") for name in files]
 
 
 def tokenise(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, without special tokens."""
+    """Return the token ids of each text, without special tokens."""
     return [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
 
 
 def text_document(texts: list[list[int]], length: int, rng: random.Random) -> list[int]:
-    """`length` consecutive tokens of one text; every start in the corpus is equally likely.
+    """Draw `length` consecutive tokens of one text; every start in the corpus is equally likely.
 
     Args:
-        texts: token ids of each text; none of the pieces crosses from one text into another.
-        length: tokens wanted; texts shorter than this are never chosen.
-        rng: the only source of chance.
+        texts: token ids of each text.
+        length: in tokens; shorter texts are never chosen.
+        rng: the only source of randomness.
     """
     starts = [max(len(ids) - length + 1, 0) for ids in texts]
     if not sum(starts):
@@ -77,13 +77,13 @@ def text_document(texts: list[list[int]], length: int, rng: random.Random) -> li
 
 
 class PasskeyMaker:
-    """Draws passkey documents with a random length, depth and key.
+    """Draw passkey documents with a random length, depth and key.
 
-    Keys of training and judging never meet: a fixed shuffle of all 90,000 five-digit keys is cut in two.
+    A fixed shuffle splits all 90,000 five-digit keys into training keys and evaluation keys.
 
     Args:
         tokenizer: as for PasskeyBuilder.
-        judging: draw from the judging keys instead of the training keys.
+        judging: draw evaluation keys instead of training keys.
     """
 
     def __init__(self, tokenizer: Any, judging: bool = False) -> None:
@@ -97,17 +97,16 @@ class PasskeyMaker:
         self.ends = [0, *(index + 1 for index, token in enumerate(filler) if token == stop)]
 
     def draw(self, rng: random.Random, longest: int, sentences: bool = True) -> tuple[list[int], int]:
-        """One document of at most `longest` tokens, its end-of-text token included.
+        """Draw one document of at most `longest` tokens, including its end-of-text token.
 
         Args:
-            rng: the only source of chance.
-            longest: in tokens; at least what the template takes and the end.
-            sentences: cut the filler at ends of sentences only. Cut anywhere it makes more varied documents, but
-                teaches that a line may end behind "is", and some models extended on such documents answered
-                "The pass key is" with a line break at the longest lengths.
+            rng: the only source of randomness.
+            longest: in tokens; the template and the end token must fit.
+            sentences: cut the filler only at ends of sentences. Cuts anywhere make more varied documents, but teach
+                that a line may end after "is": some models then answered "The pass key is" with a line break.
 
         Returns:
-            token ids; index of the first answer token.
+            token ids, and the index of the first answer token.
         """
         key = rng.choice(self.keys)
         fixed = self.builder.fixed_tokens(key)
@@ -118,5 +117,5 @@ class PasskeyMaker:
             room = rng.randint(0, longest - 1 - fixed)
             depth = rng.random()
         document = self.builder.document(fixed + room, depth, key)
-        # Without the end the model would go on writing digits, and no reader could tell where the key stops.
+        # Without the end token the model continues with more digits, and the key has no end.
         return [*document.input_ids, self.builder.tokenizer.eos_token_id], document.answer_start

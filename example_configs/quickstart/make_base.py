@@ -1,20 +1,18 @@
-"""Makes the base model of the quick start: a 512-entry tokenizer and a tiny Llama with window 128.
+"""Train the base model of the quick start: a 512-entry tokenizer and a tiny Llama with a window of 128 tokens.
 
-    OMP_NUM_THREADS=1 python example_configs/quickstart/make_base.py            # a few minutes of one core
+    OMP_NUM_THREADS=1 python example_configs/quickstart/make_base.py            # a few minutes on one core
     OMP_NUM_THREADS=1 python example_configs/quickstart/make_base.py --out /tmp/base --seed 1
 
-You need not run it: the result is in the folder base/. It is here to show that nothing is hidden in there.
+You do not have to run it: the result is in the folder base/. The script shows how it was made.
 
-Why a model of our own: no packaged RoPE model has a window so short that its extension can be seen in a
-minute on a CPU. What the model has seen, each row 128 tokens:
+No published RoPE model has a window so short that extending it takes minutes on a CPU. This one was trained on rows of
+128 tokens, at positions 0 to 127:
 
 - 8 of 16 rows: a library text followed by a passkey document ("What is the pass key?", see
-  pose_plugin.evaluation.prompts), with an extra loss on the answer. So small a model does not learn to
-  retrieve from text alone: with it the base finds a key within 128 tokens, without it it never does.
+  pose_plugin.evaluation.prompts), with an extra loss on the answer. A model this small does not learn retrieval from
+  text alone: without these rows it never finds a key.
 - 6 of 16 rows: texts of Python's own library.
-- 2 of 16 rows: a random segment, repeated. It teaches copying.
-
-Nothing beyond 128 tokens is ever seen, and no positions beyond 127.
+- 2 of 16 rows: a repeated random segment, which teaches copying.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pose_plugin.evaluation.prompts import PasskeyTemplate, random_key
 
 VOCABULARY = 512
-TEMPLATES = 2000  # enough for one token a word, which leaves room for filler in 128 tokens
+TEMPLATES = 2000  # enough that each word becomes one token, so filler fits into 128 tokens
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ROWS = {"passkey": 8, "text": 6, "copy": 2}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the base is trained. The defaults made the committed model."""
+    """Hyperparameters. The defaults made the committed model."""
 
     steps: int = 2500
     lr: float = 4e-3
@@ -54,7 +52,7 @@ class Recipe:
     clip: float = 1.0
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step as a share of lr."""
+        """Return the learning rate of a step as a share of lr."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         flat = self.flat_until * self.steps
@@ -62,7 +60,7 @@ class Recipe:
 
 
 def make_tokenizer(texts: list[str], seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that leaves every digit a token of its own."""
+    """Train a byte-level BPE tokenizer in which every digit is one token."""
     rng = random.Random(seed)
     template = PasskeyTemplate()
     parts = template.prefix, template.filler * 2, template.key_sentence, template.question + template.answer
@@ -89,7 +87,7 @@ def make_tokenizer(texts: list[str], seed: int) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """156,096 parameters; the window is 128."""
+    """Build a Llama with 156,096 parameters and a window of 128 tokens."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -103,7 +101,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
             max_position_embeddings=WINDOW,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
-            # With the usual 0.02 the answers' loss was still 0.5 after 2400 steps; with this, 0.1 after 600.
+            # With the usual 0.02 the loss of answers was 0.5 after 2400 steps; with 0.06 it was 0.1 after 600.
             initializer_range=0.06,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -113,7 +111,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 
 class Rows:
-    """Draws training batches: input ids [16, 128] and which of them are answer tokens [16, 128]."""
+    """Draw training batches: input ids [16, 128] and a mask of answer tokens [16, 128]."""
 
     def __init__(self, tokenizer: Any, texts: list[list[int]], seed: int) -> None:
         self.rng = random.Random(seed)
@@ -132,7 +130,7 @@ class Rows:
         document, answer_start = self.passkeys.draw(self.rng, longest=WINDOW, sentences=False)
         front = text_document(self.texts, WINDOW - len(document), self.rng)
         ids = front + document
-        start = len(front) + answer_start - 1  # the space before the key is practised with it
+        start = len(front) + answer_start - 1  # the space before the key counts as part of the answer
         return ids, [index >= start for index in range(WINDOW)]
 
     def _copy(self) -> tuple[list[int], list[bool]]:
@@ -141,7 +139,7 @@ class Rows:
 
 
 def train(model: LlamaForCausalLM, rows: Rows, recipe: Recipe) -> None:
-    """AdamW on next-token loss plus `answer_weight` times the loss on the passkey answers."""
+    """Train with AdamW on the next-token loss plus `answer_weight` times the loss of passkey answers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
     model.train()

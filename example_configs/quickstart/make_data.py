@@ -1,22 +1,21 @@
-"""Writes the training rows and the judging texts of the quick start.
+"""Write the training rows and the evaluation texts of the quick start.
 
-    python example_configs/quickstart/make_data.py                   # seconds; writes into data/ beside this
+    python example_configs/quickstart/make_data.py                   # takes seconds; writes into data/ in this folder
     python example_configs/quickstart/make_data.py --out /tmp/data --seed 1
 
-Files, none of which needs a hub or a network:
+It needs no network and writes:
 
-- train.jsonl: rows of `input_ids`, `attention_mask` and `labels`, the form Axolotl takes as it is (a dataset
-  with `path: .../train.jsonl`, `ds_type: json` and an empty `type:`), and TRL too. Half of the rows are
-  passkey documents of 75 to 128 tokens, half are pieces of 2048 tokens of Python's library. In training,
-  `content: skip` takes a new window of 128 tokens out of each long piece in every epoch, so no step ever
-  sees more than 128 tokens.
-- judge.jsonl: pieces of 2048 tokens of other files, in the same form, for loss and perplexity.
-- judge.txt: those files as they are.
+- train.jsonl: rows of `input_ids`, `attention_mask` and `labels`, which TRL and Axolotl read as they are (in Axolotl:
+  `path: .../train.jsonl`, `ds_type: json` and an empty `type:`). Half of the rows are passkey documents of 75 to 128
+  tokens, half are pieces of 2048 tokens of Python's library. In training, `content: skip` takes a new window of 128
+  tokens out of each long piece in every epoch, so no step sees more than 128 tokens.
+- judge.jsonl: pieces of 2048 tokens of other files in the same form, for loss and perplexity.
+- judge.txt: the text of those files.
 
-The passkey documents are in the mix on purpose: so small a model keeps no skill that it does not practise, and
-with the texts alone it found no key at any length. Training draws from one half of the 90,000 five-digit keys.
-run.py judges with keys of both halves, of which train.jsonl holds at most 1,200; for keys that no training ever
-showed, draw with corpus.PasskeyMaker(tokenizer, judging=True).
+A model this small only keeps skills it practises: trained on texts alone it found no key at any length. Therefore half
+of the rows are passkey documents. Training draws from one half of the 90,000 five-digit keys. run.py evaluates with
+keys of both halves, of which train.jsonl contains at most 1,200; for keys that were never trained, draw with
+corpus.PasskeyMaker(tokenizer, judging=True).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ JUDGING_DOCUMENTS = 16
 
 
 def training_rows(tokenizer: Any, seed: int, documents: int = DOCUMENTS) -> list[list[int]]:
-    """Token ids of `documents` passkey documents (at most 128 ids), then as many texts (2048 ids)."""
+    """Return `documents` passkey documents of at most 128 token ids, then as many texts of 2048 ids."""
     rng = random.Random(seed)
     passkeys = PasskeyMaker(tokenizer)
     texts = tokenise(tokenizer, read_texts(TRAINING_FILES))
@@ -55,14 +54,14 @@ def training_rows(tokenizer: Any, seed: int, documents: int = DOCUMENTS) -> list
 
 
 def judging_rows(tokenizer: Any, seed: int, documents: int = JUDGING_DOCUMENTS) -> list[list[int]]:
-    """Token ids of `documents` pieces of the judging files, 2048 ids each."""
+    """Return `documents` pieces of the evaluation files, 2048 token ids each."""
     rng = random.Random(seed)
     texts = tokenise(tokenizer, read_texts(JUDGING_FILES))
     return [text_document(texts, TARGET, rng) for _ in range(documents)]
 
 
 def write_rows(path: Path, rows: Iterable[list[int]]) -> None:
-    """One JSON object a line; every token is a label."""
+    """Write one JSON object per line; every token is a label."""
     with path.open("w", encoding="utf-8") as file:
         for ids in rows:
             row = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}

@@ -1,12 +1,12 @@
-"""The quick start: extends the tiny base model 16 times through Axolotl and shows that it worked.
+"""The quick start: extend the tiny base model 16 times with Axolotl and show that it worked.
 
     make demo                                     # or, in an environment with Axolotl:
     python example_configs/quickstart/run.py
     python example_configs/quickstart/run.py --seed 1 --output outputs/second
 
-Trains pose.yaml, and for comparison the same with `sampler: none` (no skip) and `sampler: randpos`; everything else,
-data and steps included, is the same. Judges them beside the base model as it is and with its RoPE changed but not
-trained. Writes a table, JSON, CSV and pictures.
+It trains pose.yaml, and for comparison the same with `sampler: none` (no skip) and `sampler: randpos`. It evaluates
+these models, the base model, and the base model with an extended but untrained RoPE. It writes a table, JSON, CSV and
+pictures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LENGTHS = [128, 256, 512, 1024, 2048]
-# What is trained, and how its YAML differs from pose.yaml.
+# Each training run, and how its YAML differs from pose.yaml.
 RUNS: dict[str, dict[str, Any]] = {
     "PoSE": {},
     "no skip": {"pose": {"sampler": "none", "content": "window"}},
@@ -45,7 +45,7 @@ def folder_of(name: str, output: Path) -> Path:
 
 
 def write_config(name: str, changes: dict[str, Any], output: Path, seed: int, steps: int | None) -> Path:
-    """pose.yaml with the run's changes, seed and folders; returns the file."""
+    """Write pose.yaml with the run's changes, seed and folders, and return the file."""
     import yaml
 
     config = yaml.safe_load((HERE / "pose.yaml").read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def write_config(name: str, changes: dict[str, Any], output: Path, seed: int, st
 
 
 def command(arguments: list[str], log: Path) -> None:
-    """Runs a command with its output in `log`; its last lines are shown if it fails."""
+    """Run a command with its output in `log`; if it fails, show the end of the log."""
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(arguments, stdout=file, stderr=subprocess.STDOUT, env=os.environ | QUIET).returncode
     if code:
@@ -81,12 +81,12 @@ def train(config: Path) -> None:
 
 
 def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed: int) -> list[Any]:
-    """Passkey and perplexity by length of each model, `ModelResult`s in order.
+    """Measure passkey and perplexity by length of each model, and return one `ModelResult` per model.
 
     Args:
-        sources: name, folder, and whether its RoPE is to be extended without training.
+        sources: name, folder, and whether to extend the RoPE without training.
     """
-    # The libraries' notices would run into the lines of `timed`; errors come back as exceptions all the same.
+    # Keep the libraries' messages out of the lines of `timed`; errors still come back as exceptions.
     with (output / "judge.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 2)
 
@@ -105,7 +105,7 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
         if stretch:
             source = extended(source, 2048, {"type": "linear"}, name)
         model = load(source)
-        # Seeds of judging start far from those of training, so that no document is seen twice.
+        # Seeds of evaluation start far from those of training, so that no document occurs in both.
         keys = passkey(model, source.tokenizer, LENGTHS, trials=trials, seed=1000 + seed, progress=False)
         loss = perplexity(model, source.tokenizer, texts, LENGTHS, max_tokens=16384, progress=False)
         results.append(ModelResult(name, keys, loss, facts=source.facts))
@@ -128,7 +128,7 @@ def run(
     steps: int | None = None,
     runs: dict[str, dict[str, Any]] = RUNS,
 ) -> Any:
-    """Trains and judges `runs` beside the untrained base; returns the `Report`, which is also printed and written."""
+    """Train `runs`, evaluate them and the base, and print, write and return the `Report`."""
     from pose_plugin.evaluation.figures import draw
     from pose_plugin.evaluation.report import text, write
     from pose_plugin.evaluation.results import Report
@@ -136,9 +136,9 @@ def run(
     os.environ.update(QUIET)
     output.mkdir(parents=True, exist_ok=True)
     data = [sys.executable, str(HERE / "make_data.py"), "--out", str(output / "data"), "--seed", str(seed)]
-    timed("training and judging documents", command, data, output / "data.log")
+    timed("training and evaluation documents", command, data, output / "data.log")
     base = str(HERE / "base")
-    # Judging runs in processes of their own: one model's forwards do not wait for another's.
+    # Each evaluation runs in its own process, so that models do not wait for each other.
     with ThreadPoolExecutor(jobs) as pool, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as judges:
 
         def judged(sources: list[tuple[str, str, bool]]) -> list[Any]:
@@ -146,10 +146,10 @@ def run(
 
         def learn(name: str) -> list[Any]:
             timed(f"axolotl train, {name}", train, write_config(name, runs[name], output, seed, steps))
-            return timed(f"judging {name}", judged, [(name, str(folder_of(name, output)), False)])
+            return timed(f"evaluate {name}", judged, [(name, str(folder_of(name, output)), False)])
 
         before = pool.submit(
-            timed, "judging the base model", judged, [("original", base, False), ("RoPE only", base, True)]
+            timed, "evaluate the base model", judged, [("original", base, False), ("RoPE only", base, True)]
         )
         after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
@@ -163,9 +163,9 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"))
-    parser.add_argument("--seed", type=int, default=0, help="of data, positions, order and judging")
-    parser.add_argument("--trials", type=int, default=50, help="passkey prompts a length")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser.add_argument("--seed", type=int, default=0, help="of data, positions, order and evaluation")
+    parser.add_argument("--trials", type=int, default=50, help="passkey prompts per length")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel runs, one core each")
     parser.add_argument("--steps", type=int, help="stop each run early; default: the 600 steps of pose.yaml")
     args = parser.parse_args()
     run(args.output, args.seed, args.trials, args.jobs, args.steps)

@@ -13,7 +13,7 @@
 
 Hardware: for the tiny base a CPU and some minutes. For Qwen3-0.6B with --lora a GPU of 8 GB. Reckoned: about 2 GiB, as
 TRL computes the loss of a row piece by piece.
-Reach: with the tiny base the table of README.md; with a model of yours `pose-plugin evaluate` measures it.
+Results: with the tiny base, the table of README.md; measure your own model with `pose-plugin evaluate`.
 
 What differs from any other SFTTrainer script are the two calls marked (1) and (2).
 """
