@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, where results go, tables for the README, a canvas."""
+"""Shared by the benchmarks: arguments, folders of results, facts about the machine, Markdown tables, a canvas."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FIGURES = HERE.parent / "docs" / "figures"
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """The arguments every benchmark takes."""
+    """Return a parser with the arguments of every benchmark."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for JSON and PNG; default: results/, docs/figures/")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes: only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="takes seconds; only shows that the script runs")
     return parser
 
 
 def places(output: Path | None) -> tuple[Path, Path]:
-    """The folders of the JSON and of the PNG; made if missing."""
+    """Return the folders of the JSON and of the PNG, and create them if missing."""
     folders = (output, output) if output else (RESULTS, FIGURES)
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def places(output: Path | None) -> tuple[Path, Path]:
 
 
 def machine(*packages: str) -> dict[str, str]:
-    """Date, processor and versions, as far as they bear on the numbers."""
+    """Return the date, the processor, and the versions of Python and the named packages."""
     described = {"date": datetime.date.today().isoformat(), "processor": _processor()}
     described["python"] = platform.python_version()
     return described | {name: importlib.metadata.version(name) for name in packages}
@@ -45,21 +45,21 @@ def save(results: dict[str, Any], path: Path) -> None:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first column aligned to the left and the others to the right."""
+    """Return a Markdown table with the first column aligned left and the others right."""
     line = "|---|" + "---:|" * (len(header) - 1)
     top, *others = ("| " + " | ".join(row) + " |" for row in [header, *rows])
     return "\n".join([top, line, *others])
 
 
 def about(facts: dict[str, str]) -> str:
-    """The line below a table: when and on what it was measured."""
+    """Return the line below a table: date, processor and versions."""
     rest = [f"{name} {version}" for name, version in facts.items() if name not in ("date", "processor")]
     return f"{facts['date']}, {facts['processor']}, {', '.join(rest)}."
 
 
 @contextmanager
 def canvas(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure in the style of the reports and its axes in a row, saved at the end."""
+    """Yield a figure in the style of the reports and its row of axes, and save it at the end."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

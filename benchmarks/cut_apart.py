@@ -1,4 +1,4 @@
-"""An Axolotl plugin that takes away the mask which keeps PoSE chunks together: the silent fault, for the table."""
+"""An Axolotl plugin that removes the mask which keeps PoSE chunks together: the silent fault, for the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from axolotl.integrations.base import BasePlugin
 
 
 class CutApart(BasePlugin):
-    """Listed behind pose_plugin, with `self_test: false`, since the self-test stops exactly this."""
+    """To list after pose_plugin with `self_test: false`, because the self-test stops exactly this fault."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         collator = trainer.data_collator

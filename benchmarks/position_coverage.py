@@ -1,12 +1,12 @@
-"""Which distances each sampler trains, from 2,048 to 16,384 tokens (Figure 5 of the PoSE paper).
+"""Compute which distances each sampler trains, from 2,048 to 16,384 tokens (Figure 5 of the PoSE paper).
 
     python benchmarks/position_coverage.py                                   # half a minute
-    python benchmarks/position_coverage.py --quick --output /tmp/coverage    # only to see that it runs
+    python benchmarks/position_coverage.py --quick --output /tmp/coverage    # only shows that it runs
 
 For your own lengths: pose-plugin coverage --target-length … --train-length … --output coverage.png
 
-The table has one more line, `chunks fixed at half`: what a window cut into two equal halves covers, by its
-closed form. Cutting at a random place is what trains the distances from half a window to a whole one.
+The line `chunks fixed at half` is the closed form for a window that is always cut into two equal halves. Random cuts
+train the distances from half a window to a whole one; these do not.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def main() -> None:
 
 
 def fixed_halves(distance: np.ndarray) -> np.ndarray:
-    """Chance by distance where both chunks have n/2 tokens and u ~ U{0, …, L_t − n}; same shape.
+    """Return the chance of each distance if both chunks have n/2 tokens and u ~ U{0, …, L_t − n}; same shape.
 
-    Below n/2 every row has the distance within a chunk; from one chunk to the other it has u + 1 … u + n − 1.
+    Distances below n/2 occur within a chunk of every row. From one chunk to the other they are u + 1 … u + n − 1.
     """
     first = np.maximum(distance - WINDOW + 1, 0)
     last = np.minimum(distance - 1, TARGET - WINDOW)
@@ -66,7 +66,7 @@ def fixed_halves(distance: np.ndarray) -> np.ndarray:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The table of the README."""
+    """Return the table of the README."""
     rows = [[name, *(f"{p:.2f}" for p in chances)] for name, chances in result["chance"].items()]
     return markdown(["distance", *map(str, result["distances"])], rows) + "\n\n" + about(result["machine"])
 

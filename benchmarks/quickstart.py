@@ -1,11 +1,12 @@
-"""The quick start's table: means over three seeds, each of data, positions, order and judging documents.
+"""Make the quick start's table: means over three seeds of data, positions, order and evaluation prompts.
 
     python benchmarks/quickstart.py                  # about ten minutes on two idle cores
     python benchmarks/quickstart.py --quick --output /tmp/quick
 
-Every row but the first two is trained through Axolotl with the plugin. Beside the runs of `make demo` there is "cut
-apart": PoSE without the mask, which is what a naive use of its positions trains. Writes results/quickstart.json, the
-table in README.md and the picture docs/figures/quickstart.png. Judging seeds were not used to choose settings.
+All rows but the first two are trained with Axolotl and the plugin. In addition to the runs of `make demo` there is "cut
+apart": PoSE without the mask, which is what a naive use of its positions trains. The script writes
+results/quickstart.json, the table in README.md and docs/figures/quickstart.png. Its seeds were not used to choose
+settings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MARKS = ("<!-- quickstart table: written by benchmarks/quickstart.py -->", "<!--
 
 
 def quickstart() -> Any:
-    # By this path, since the judging processes import it by its name.
+    # On sys.path, because the evaluation processes import it by its name.
     sys.path.insert(0, str(ROOT / "example_configs" / "quickstart"))
     import run
 
@@ -35,7 +36,7 @@ def quickstart() -> Any:
 
 
 def summary(reports: list[Any], lengths: list[int]) -> dict[str, Any]:
-    """Mean and standard deviation over seeds of each model's passkey accuracy and perplexity, by length."""
+    """Return each model's passkey accuracy and perplexity by length: the mean and the value of each seed."""
     models: dict[str, Any] = {}
     for report in reports:
         for model in report.models:
@@ -92,14 +93,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "benchmark-quickstart")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--quick", action="store_true", help="two steps and prompts, one seed; changes no committed file"
+        "--quick", action="store_true", help="two steps and prompts and one seed; changes no committed file"
     )
     args = parser.parse_args()
     run = quickstart()
     runs = run.RUNS | CUT_APART
     few = {"trials": 2, "steps": 2} if args.quick else {}
     seeds = range(1 if args.quick else args.seeds)
-    # Seeds from 10 on: those below were used to choose the settings.
+    # Seeds below 10 were used to choose the settings.
     reports = [run.run(args.output / str(seed), seed=10 + seed, runs=runs, **few) for seed in seeds]
     models = summary(reports, run.LENGTHS)
     result = {

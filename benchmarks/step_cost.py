@@ -1,19 +1,19 @@
-"""Time and memory of a training step: PoSE against full-length training (Figure 3 of the PoSE paper).
+"""Measure time and memory of a training step: PoSE against full-length training (Figure 3 of the PoSE paper).
 
-    OMP_NUM_THREADS=1 python benchmarks/step_cost.py            # ten minutes of one core
-    python benchmarks/step_cost.py --quick --output /tmp/cost   # only to see that it runs
+    OMP_NUM_THREADS=1 python benchmarks/step_cost.py            # ten minutes on one core
+    python benchmarks/step_cost.py --quick --output /tmp/cost   # only shows that it runs
 
-Both train the quick start's tiny model for a target of 2, 4, 8 and 16 times its window of 128 tokens, on the
-same documents as long as the target, 16 a step: PoSE on a window of 128 tokens out of each (sampler `pose`,
-content `skip`), full length on all of it (sampler `none`). A step is collating, forward, backward, AdamW.
+Both train the quick start's tiny model for a target of 2, 4, 8 and 16 times its window of 128 tokens. Each step has 16
+documents as long as the target: PoSE takes a window of 128 tokens out of each (sampler `pose`, content `skip`),
+full-length training uses all of it (sampler `none`). A step is collating, forward, backward and AdamW.
 
-- Each measurement is a process of its own, one thread, in an order that takes turns: pose 2×, full 2×,
-  pose 4×, … and all of it `--rounds` times over, so that a slow minute of the machine hits both.
-- Time is processor time, which other programs disturb less than the clock; the median over all steps.
-- Memory is the peak of the resident set over what it was before the first step, with the model, the optimizer
-  and all libraries already loaded; the median over the rounds.
+- Each measurement is its own process with one thread. The order alternates (pose 2×, full 2×, pose 4×, …) and repeats
+  `--rounds` times, so that a slow minute of the machine affects both.
+- Time is the median over all steps of processor time, which other programs disturb less than wall time.
+- Memory is the median over the rounds of the resident set's peak, minus its size before the first step, when the
+  model, the optimizer and all libraries are already loaded.
 
-Claims are ratios within one run: seconds and megabytes are this machine's.
+Compare ratios within one run; seconds and megabytes depend on the machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ METHODS = {"pose": "PoSE", "full": "full length"}
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="processes a configuration (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps a process (default 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per configuration (default 3)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per process (default 5)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
     parser.add_argument("--case", help="measure one configuration in this process, e.g. pose:4")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measure(method: str, factor: int, steps: int, warmup: int) -> dict[str, Any]:
-    """One configuration in this process: processor and clock seconds of each step, megabytes of growth."""
+    """Measure one configuration in this process: processor and wall seconds of each step, and growth in megabytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
@@ -89,7 +89,7 @@ def measure(method: str, factor: int, steps: int, warmup: int) -> dict[str, Any]
     if method == "pose":
         settings = {"target_length": target, "train_length": WINDOW, "content": "skip"}
     collate = PositionCollator(default_data_collator, settings)
-    # As a data set gives them: lists. Random tokens cost what real ones do.
+    # Lists, as a data set returns them. Random tokens cost as much as real ones.
     documents = torch.randint(0, config.vocab_size, (warmup + steps, ROWS, target)).tolist()
     before = _resident("VmRSS")
     _forget_peak()
@@ -117,7 +117,7 @@ def measure(method: str, factor: int, steps: int, warmup: int) -> dict[str, Any]
 
 
 def summary(method: str, factor: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all rounds, with the extremes."""
+    """Return the medians over all rounds, with the extremes."""
     seconds = [s for run in runs for s in run["seconds"]]
     return {
         "method": method,
@@ -134,7 +134,7 @@ def summary(method: str, factor: int, runs: list[dict[str, Any]]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """The table of the README."""
+    """Return the table of the README."""
     cases = {(c["method"], c["factor"]): c for c in result["cases"]}
     rows = []
     for factor in sorted({factor for _, factor in cases}):
@@ -150,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Memory and time by target, PoSE beside full length, the ratio above."""
+    """Draw memory and time by target, PoSE next to full length."""
     from pose_plugin.utils.plots import COLOURS
 
     cases = {(c["method"], c["factor"]): c for c in result["cases"]}
@@ -188,7 +188,7 @@ def _in_a_fresh_process(method: str, factor: int, steps: int, warmup: int) -> di
 
 
 def _resident(key: str) -> int:
-    """Bytes of the resident set: VmRSS is now, VmHWM the peak so far."""
+    """Return bytes of the resident set: VmRSS is its size now, VmHWM its peak so far."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(key + ":"):
             return 1024 * int(line.split()[1])
@@ -196,7 +196,7 @@ def _resident(key: str) -> int:
 
 
 def _forget_peak() -> None:
-    """The peak starts anew, or that of loading the model could hide a small step's."""
+    """Reset the peak; otherwise that of loading the model could hide a small step's."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

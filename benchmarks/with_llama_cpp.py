@@ -1,9 +1,9 @@
-"""What engines.py asks of llama.cpp, in the interpreters that have it.
+"""Run llama.cpp for engines.py, in the interpreters that have it.
 
     python with_llama_cpp.py convert HOME MODEL FILE   # HOME holds convert_hf_to_gguf.py; needs torch, transformers
     python with_llama_cpp.py logits FILE ROWS OUTPUT   # needs llama-cpp-python
 
-The vocabulary is left out of the file, as the converter knows no tiny tokenizer, and token ids go in directly.
+The file has no vocabulary, because the converter does not know the tiny tokenizer; token ids are passed directly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def convert(home: str, model: str, file: str) -> None:
-    """Runs llama.cpp's converter, all of it but the tokenizer."""
+    """Run llama.cpp's converter without its tokenizer part."""
     sys.path[:0] = [home, str(Path(home) / "gguf-py")]
     from conversion import base, llama
 
@@ -26,9 +26,9 @@ def convert(home: str, model: str, file: str) -> None:
 
 
 def logits(file: str, rows_file: str, output: str) -> None:
-    """Answers for every row: {"ids": [n], "keep": k, "plain": bool} → logits of its last k positions [k, vocabulary].
+    """Write logits [k, vocabulary] of the last k positions of each row {"ids": [n], "keep": k, "plain": bool}.
 
-    `plain` leaves the file's rope scaling out. float32 throughout, at positions 0 … n−1.
+    `plain` ignores the file's RoPE scaling. Everything is float32, at positions 0 … n−1.
     """
     import llama_cpp as lib
     import numpy as np

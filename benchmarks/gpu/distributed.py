@@ -1,11 +1,12 @@
-"""Every strategy on real GPUs, in bf16, through TRL and Axolotl: losses against one process, frequencies, saved files.
+"""Check every strategy on real GPUs in bf16, with TRL and Axolotl: losses, frequencies and saved files.
 
-    python benchmarks/gpu/distributed.py                        # all GPUs of the machine; one is enough to begin with
+    python benchmarks/gpu/distributed.py                        # all GPUs of the machine; one is enough to start
     python benchmarks/gpu/distributed.py --only zero3,fsdp2     # some strategies
-    python benchmarks/gpu/distributed.py --only ddp --cpu --processes 2    # to see that the script itself runs
+    python benchmarks/gpu/distributed.py --only ddp --cpu --processes 2    # only shows that it runs
 
-What tests do on two CPU processes in float32 is repeated where bf16, NCCL and the GPU's kernels take part. About a
-minute a line. Prints one JSON line a run, `"verdict": "verified"` or what was wrong, and ends with 1 if anything was.
+It repeats what the tests do on two CPU processes in float32, with bf16, NCCL and the GPU's kernels. Losses must agree
+with those of one process. Each run takes about a minute and prints one JSON line with `"verdict": "verified"` or what
+is wrong. The script exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ FSDP2 = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, by commas")
-    parser.add_argument("--frameworks", default="trl,axolotl", help="by commas")
+    parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, separated by commas")
+    parser.add_argument("--frameworks", default="trl,axolotl", help="separated by commas")
     parser.add_argument("--processes", type=int, help="default: the number of GPUs")
     parser.add_argument("--cpu", action="store_true", help="without a GPU; for ddp only")
     args = parser.parse_args()
     processes = args.processes or _gpus()
     if not processes:
-        print("no GPU here; --cpu --only ddp shows that the script runs", file=sys.stderr)
+        print("no GPU found; --cpu --only ddp shows that the script runs", file=sys.stderr)
         return 2
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        # Rows a step, the same for one process and for many.
+        # Rows per step, the same for one process and for many.
         rows = math.lcm(8, processes)
         _data(home / "rows.jsonl", STEPS * rows)
         for framework, adapters in {"trl": ("full", "lora"), "axolotl": ("full", "lora", "qlora")}.items():
@@ -79,7 +80,7 @@ class Run(NamedTuple):
     strategy: str
     adapter: str
     processes: int
-    batch: int  # rows a step and process
+    batch: int  # rows per step and process
     cpu: bool
 
 
@@ -109,7 +110,7 @@ def _problems(found: dict[str, Any], alone: list[float]) -> list[str]:
     if found["tested"] != 1:
         problems.append(f"the self-test was reported {found['tested']} times")
     losses = found["losses"]
-    # bf16 rounds each logit by up to 2^-9, and ranks add up in another order.
+    # bf16 rounds each logit by up to 2^-9, and ranks add in a different order.
     if not losses or len(losses) != len(alone) or max(abs(a - b) for a, b in zip(losses, alone, strict=True)) > 0.02:
         problems.append(f"losses {losses}, in one process {alone}")
     tensors = found["tensors"]
@@ -174,7 +175,7 @@ def _axolotl(home: Path, out: Path, run: Run) -> list[str]:
         }
         values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     if run.adapter == "qlora":
-        # ZeRO-3 and FSDP divide weights of one type only: 4-bit weights are kept as the others are.
+        # ZeRO-3 and FSDP shard weights of one type only, so 4-bit weights are stored in the type of the others.
         storage = "float32" if run.cpu else "bfloat16"
         values |= {"load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_storage": storage}}
     if run.strategy.startswith("zero"):
@@ -197,7 +198,7 @@ def _axolotl(home: Path, out: Path, run: Run) -> list[str]:
 
 
 def _data(path: Path, rows: int) -> None:
-    """Texts of one length with something to learn: each token follows from the one before."""
+    """Write rows of one length in which each token follows from the one before, so that there is something to learn."""
     picker = random.Random(0)
     with path.open("w") as file:
         for _ in range(rows):
@@ -208,11 +209,11 @@ def _data(path: Path, rows: int) -> None:
 
 def _environment(run: Run) -> dict[str, str]:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
-    # Axolotl looks for torchrun there.
+    # Axolotl finds torchrun on PATH.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if run.cpu:
         return variables | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    # One process would spread its batch over all GPUs that it sees.
+    # One process would split its batch over all visible GPUs.
     return variables | ({"CUDA_VISIBLE_DEVICES": "0"} if run.strategy == "single" else {})
 
 
