@@ -14,22 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.plan.memory import Run
+from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
-from pose_plugin.utils.files import read_json
 
 # The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
-# Axolotl's names of optimizers by the name in `memory.OPTIMIZERS`.
-_OPTIMIZERS = {
-    "adamw": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
-    "adamw_8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-    "adamw_4bit": ("adamw_torch_4bit",),
-    "lion": ("lion_32bit", "paged_lion_32bit", "lion_pytorch"),
-    "lion_8bit": ("lion_8bit", "paged_lion_8bit"),
-    "adafactor": ("adafactor",),
-    "sgd": ("sgd",),
-}
 _FUSED_LOSSES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy")
 # Optimizers that keep what bf16 rounds away, always or with an argument.
 _EXACT = ("optimi_adamw", "stable_adamw", "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion")
@@ -313,12 +302,14 @@ def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _optimizer(name: str, notes: list[str]) -> str:
-    """Return the name in `memory.OPTIMIZERS`."""
-    for known, names in _OPTIMIZERS.items():
-        if name in names or name == known:
-            return known
-    notes.append(f"optimizer={name}: memory is estimated as for AdamW")
-    return "adamw"
+    """Return the name in `memory.OPTIMIZERS` of e.g. "paged_adamw_8bit"."""
+    kinds = {"adam": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
+    kind = next((kind for part, kind in kinds.items() if part in name), None)
+    if kind is None:
+        notes.append(f"optimizer={name}: memory is estimated as for AdamW")
+        return "adamw"
+    small = next((f"{kind}_{bits}" for bits in ("8bit", "4bit") if bits in name), kind)
+    return small if small in OPTIMIZERS else kind
 
 
 def _lossy_bf16(cfg: Mapping[str, Any], run: Run) -> str | None:
@@ -399,59 +390,40 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
 
 
 def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
-    """Return how the number of steps may differ, as lines of a file are not rows of the training."""
-    packed, cut = bool(cfg.get("sample_packing")), any(each.get("type") == "completion" for each in _datasets(cfg))
-    if packed and cut:
-        return [
-            f"steps are counted as if each of the {rows} lines were a row, and there may be more or fewer: type "
-            "completion cuts a text longer than sequence_len into up to 64 pieces (and drops the rest), and "
-            "sample_packing puts several pieces into a row. Axolotl logs the number"
-        ]
-    if packed:
-        return [
-            f"sample_packing puts several of the {rows} documents into a row, so there are at most as many steps "
-            "as counted here. Axolotl logs the number"
-        ]
-    if cut:
-        return [
-            f"each of the {rows} lines is counted as one row, but type completion cuts a text longer than "
-            "sequence_len into several, so there may be more steps than counted here. Axolotl logs the number"
-        ]
-    return []
+    """Return how the number of steps may differ, because lines of a file are not rows of the training."""
+    reasons = []
+    if any(each.get("type") == "completion" for each in _datasets(cfg)):
+        reasons.append(
+            "there may be more, because type: completion cuts a text longer than sequence_len into up to 64 rows (and "
+            "drops the rest)"
+        )
+    if cfg.get("sample_packing"):
+        reasons.append("there may be fewer, because sample_packing puts several documents into a row")
+    if not reasons:
+        return []
+    return [f"steps assume that each of the {rows} lines is one row; {'; '.join(reasons)}. Axolotl logs the number"]
 
 
-def base_config(place: str, name: str | None = None) -> dict[str, Any]:
-    """Return the dict of a base's config.json, from a folder or from the cache of the Hub's client.
+def base_config(place: str, name: str) -> dict[str, Any]:
+    """Return the dict of a base's config.json, from a folder or from the Hub and its cache.
+
+    Args:
+        place: the folder, or the name on the Hub.
+        name: as in the YAML, for the message.
 
     Raises:
-        PoSEError: it is not on this machine.
+        PoSEError: it is not on this machine and cannot be downloaded, or it is not valid JSON.
     """
-    folder = Path(place)
-    file = folder if folder.is_file() else folder / "config.json"
-    if not file.is_file():
-        cached = _from_hub(place)
-        if cached is None:
-            where = "" if name in (None, place) else f" (looked in {place})"
-            raise PoSEError(
-                f"the config.json of {name or place} is not on this machine{where}. Give a folder that has it with "
-                "--base FOLDER; the weights are not needed"
-            )
-        file = cached
-    return read_json(file)
+    from transformers import PretrainedConfig
 
-
-def _from_hub(name: str) -> Path | None:
-    """Return the config.json in the Hub's cache; it is downloaded if it is missing there and the Hub can be reached."""
     try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError:
-        return None
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HFValidationError, HfHubHTTPError, OSError, ValueError):
-        # No such name, no right to it, no network, or HF_HUB_OFFLINE.
-        return None
+        return PretrainedConfig.get_config_dict(place)[0]
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise PoSEError(
+            f"the config.json of {name} cannot be read from {place}: {reason}. Give a folder that has it with "
+            "--base FOLDER; the weights are not needed"
+        ) from error
 
 
 # -- misspelt keys ---------------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
         ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
         ({"optimizer": "adamw_torch_4bit"}, {"optimizer": "adamw_4bit"}),
         ({"optimizer": "muon"}, {"optimizer": "adamw"}),
+        ({"optimizer": "paged_lion_8bit"}, {"optimizer": "lion_8bit"}),
+        ({"optimizer": "paged_adamw_32bit"}, {"optimizer": "adamw"}),
         ({"adapter": "lora", "quantize_moe_experts": True, "load_in_4bit": True}, {"quantised_experts": True}),
         ({"gradient_checkpointing": True, "liger_fused_linear_cross_entropy": True},
          {"checkpointing": True, "fused_loss": True}),
@@ -119,13 +121,13 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     assert from_values(values(base, **data), gpus=2, rows=1600).steps == 200
     assert from_values(values(base, **data), gpus=2, steps=7).steps == 7
     packed = from_values(values(base, **data, sample_packing=True), gpus=2)
-    assert "at most as many steps" in packed.notes[0]
+    assert "there may be fewer" in packed.notes[0] and "more" not in packed.notes[0]
     # Seen in Axolotl 0.19 and 0.21; see test_rows_of_type_completion.
     both = {**data, "sample_packing": True, "datasets": [{**data["datasets"][0], "type": "completion"}]}
     (note,) = from_values(values(base, **both)).notes
-    assert "more or fewer" in note and "64 pieces" in note and "at most as many" not in note
+    assert "there may be more" in note and "64 rows" in note and "there may be fewer" in note
     cut = {**data, "datasets": [{**data["datasets"][0], "type": "completion"}]}
-    assert "there may be more steps" in from_values(values(base, **cut)).notes[0]
+    assert "there may be more" in from_values(values(base, **cut)).notes[0]
     assert not from_values(values(base, **cut), rows=96).notes
     elsewhere = {**data, "datasets": [{"path": "someone/data", "type": "chat_template"}]}
     unknown = from_values(values(base, **elsewhere))
@@ -287,8 +289,8 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["{yaml}", "--base", "{wrong}"], "transformers refuses the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists)"),
-        (["{hub}"], "someone/model is not on this machine. Give a folder that has it with --base"),
-        (["{hub}", "--base", "/nowhere"], "someone/model is not on this machine (looked in /nowhere)"),
+        (["{hub}"], "config.json of someone/model cannot be read from someone/model"),
+        (["{hub}", "--base", "/nowhere"], "config.json of someone/model cannot be read from /nowhere"),
         (["{broken}"], "is not valid YAML"),
         (["{bad}"], "pose.target_lenght=5 is not a known key"),
         (["--base", "{base}", "--target-length", "9", "--train-length", "8", "--rope", "base:x"], "--rope base:x"),
@@ -410,8 +412,7 @@ def test_assumptions_are_noted(base):
     assert [word in text for word, text in zip(words, notes, strict=True)] == [True] * 3
 
 
-@pytest.mark.parametrize("content, text", [("[]", r"config\.json holds a list"), ("{", r"config\.json is not valid")])
-def test_a_config_that_is_not_an_object(tmp_path, content, text):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(PoSEError, match=text):
+def test_a_config_that_is_not_json(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PoSEError, match=r"config\.json.* cannot be read"):
         from_values({"base_model": str(tmp_path), "sequence_len": 9})
