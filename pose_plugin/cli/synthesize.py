@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.synthesize.settings import FORMATS, LONGER, Settings, parse_tasks
+from pose_plugin.synthesize.settings import FORMATS, JOURNAL, LONGER, ROWS, Settings, parse_tasks
 from pose_plugin.utils.errors import PoSEError
 
 EPILOG = """\
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pose_plugin.synthesize.estimate import Plan, describe
     from pose_plugin.synthesize.journal import Journal
-    from pose_plugin.synthesize.manifest import JOURNAL, require_own, require_same
+    from pose_plugin.synthesize.output import require_own, require_same
     from pose_plugin.synthesize.run import key_from
     from pose_plugin.synthesize.run import run as run_items
     from pose_plugin.synthesize.select import assign, collect
@@ -160,8 +160,6 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _report(result: Any, settings: Settings) -> int:
-    from pose_plugin.synthesize.manifest import ROWS
-
     print(f"rows: {result.rows} in {settings.output / ROWS}")
     for reason, count in sorted(result.dropped.items()):
         print(f"  left out: {count} {reason}")

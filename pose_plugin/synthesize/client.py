@@ -12,10 +12,16 @@ from pydantic import BaseModel
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import UnusableError
-from pose_plugin.synthesize.endpoint import Endpoint, FaultError, NoConnectionError, RefusedError, Reply, StopError
 from pose_plugin.synthesize.journal import Entry, Journal, request_key
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.pace import Pace, backoff
+from pose_plugin.synthesize.server import (
+    Endpoint,
+    FaultError,
+    NoConnectionError,
+    RefusedError,
+    Reply,
+    StopError,
+    backoff,
+)
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.utils.log import log
 
@@ -224,3 +230,81 @@ def _used(reply: Reply, estimate: int) -> tuple[int, int]:
 def _kind(reason: str) -> str:
     """What the manifest counts by: the reason up to its details."""
     return reason.split("(")[0].split(",")[0].strip()[:100]
+
+
+@dataclass
+class Ledger:
+    """Counts of one output folder, over all its runs.
+
+    Prices are per million tokens. What a request will cost is not known before it is answered, as the server counts
+    with its own tokenizer: it is reserved at `margin` times our count of the input, with the longest answer allowed.
+    """
+
+    price_input: float | None = None
+    price_output: float | None = None
+    budget: float | None = None
+    margin: float = 1.25
+    input_tokens: int = 0
+    output_tokens: int = 0
+    _reserved: dict[int, float] = field(default_factory=dict)
+    _next: int = 0
+
+    def cost(self, input_tokens: float, output_tokens: float) -> float | None:
+        if self.price_input is None or self.price_output is None:
+            return None
+        return (input_tokens * self.price_input + output_tokens * self.price_output) / 1e6
+
+    @property
+    def spent(self) -> float | None:
+        return self.cost(self.input_tokens, self.output_tokens)
+
+    def reserve(self, input_tokens: int, output_tokens: int) -> int | None:
+        """Returns a number for `settle`, or None if the budget might not hold."""
+        price = self.cost(input_tokens * self.margin, output_tokens) or 0.0
+        if self.budget is not None and (self.spent or 0.0) + sum(self._reserved.values()) + price > self.budget:
+            return None
+        self._next += 1
+        self._reserved[self._next] = price
+        return self._next
+
+    def settle(self, number: int, input_tokens: int = 0, output_tokens: int = 0, estimate: int = 0) -> None:
+        """Ends a reservation with what was really used.
+
+        Args:
+            estimate: our count of the input, from which the margin learns where the server counts more.
+        """
+        self._reserved.pop(number, None)
+        self.add(input_tokens, output_tokens)
+        if estimate > 0:
+            self.margin = max(self.margin, input_tokens / estimate)
+
+    def add(self, input_tokens: int, output_tokens: int) -> None:
+        self.input_tokens += input_tokens
+        self.output_tokens += output_tokens
+
+
+class Pace:
+    """Spaces requests evenly under a limit of requests and of tokens a minute; 0 is no limit.
+
+    A burst at the start of a minute would be refused by servers that count by the second.
+    """
+
+    def __init__(self, requests_per_minute: float = 0, tokens_per_minute: float = 0) -> None:
+        self._seconds_a_request = 60 / requests_per_minute if requests_per_minute else 0.0
+        self._seconds_a_token = 60 / tokens_per_minute if tokens_per_minute else 0.0
+        self._free = 0.0
+
+    def delay(self, now: float, tokens: int) -> float:
+        """Books the next place. Returns the seconds until then.
+
+        Args:
+            now: of any clock that only goes forward.
+            tokens: of the request and its longest answer.
+        """
+        start = max(now, self._free)
+        self._free = start + max(self._seconds_a_request, tokens * self._seconds_a_token)
+        return start - now
+
+    def pause(self, until: float) -> None:
+        """Nothing starts before `until`: a server that is asked too often means all requests."""
+        self._free = max(self._free, until)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pose_plugin.synthesize.client import Ledger
 from pose_plugin.synthesize.journal import Journal
-from pose_plugin.synthesize.ledger import Ledger
 from pose_plugin.synthesize.select import Collection
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks import MODULES

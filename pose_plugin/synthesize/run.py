@@ -14,24 +14,23 @@ from typing import Any
 
 from pose_plugin._version import __version__
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.client import Asker
-from pose_plugin.synthesize.endpoint import Endpoint, StopError
+from pose_plugin.synthesize.client import Asker, Ledger
+from pose_plugin.synthesize.documents import file_hash
 from pose_plugin.synthesize.journal import Journal
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.manifest import (
-    JOURNAL,
-    ROWS,
-    SOURCES,
+from pose_plugin.synthesize.output import (
+    Neutral,
+    Turn,
+    conversation,
     described_settings,
     plain,
+    row_counter,
     tokenizer_hash,
+    write_lines,
     write_manifest,
 )
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.output import Turn, conversation, row_counter, write_lines
-from pose_plugin.synthesize.reading import file_hash
 from pose_plugin.synthesize.select import Collection
-from pose_plugin.synthesize.settings import Settings, check_address
+from pose_plugin.synthesize.server import Endpoint, StopError
+from pose_plugin.synthesize.settings import JOURNAL, ROWS, SOURCES, Settings, check_address
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
 from pose_plugin.utils.errors import PoSEError

@@ -9,12 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.synthesize import reading
-from pose_plugin.synthesize.copies import Copies
-from pose_plugin.synthesize.documents import Document, Spool, digest, pieces, tidy
-from pose_plugin.synthesize.manifest import JOURNAL, MANIFEST, ROWS, SOURCES
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.documents import (
+    ENDINGS,
+    Copies,
+    Document,
+    Spool,
+    digest,
+    file_hash,
+    find_files,
+    passed_over,
+    pieces,
+    read,
+    tidy,
+)
+from pose_plugin.synthesize.output import Neutral
+from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.utils.errors import PoSEError
 
@@ -50,12 +59,12 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
     whole, parts = Copies(), Copies()
     is_language = _language_filter(settings.languages)
     own = {(settings.output / name).resolve() for name in (ROWS, SOURCES, JOURNAL, MANIFEST)}
-    files = reading.find_files(settings.inputs, own)
-    if others := reading.passed_over(settings.inputs, own):
-        found.dropped[f"files that do not end in {', '.join(reading.WHOLE + reading.ROWS)}"] = others
+    files = find_files(settings.inputs, own)
+    if others := passed_over(settings.inputs, own):
+        found.dropped[f"files that do not end in {', '.join(ENDINGS)}"] = others
     for path in files:
-        found.files[str(path)] = reading.file_hash(path)
-        for index, raw in reading.read(path, settings.text_field):
+        found.files[str(path)] = file_hash(path)
+        for index, raw in read(path, settings.text_field):
             found.documents += 1
             text, markers = neutral(tidy(raw))
             if not text:
@@ -152,8 +161,6 @@ def assign(found: Collection, settings: Settings) -> list[Item]:
         wanted[task] = left - 1 if left is not None else None
         items.append(item_of(task, [document]))
     if "compare" in settings.tasks:
-        from pose_plugin.synthesize.cluster import groups
-
         short = sorted(found.short, key=lambda each: _order(each, settings.seed))
         most = min(settings.request_tokens, settings.longest)
         made = groups(short, settings.group_size, most)
@@ -173,3 +180,56 @@ def _reasons(dropped: Counter[str]) -> str:
 
 def _order(document: Document, seed: int) -> str:
     return hashlib.sha256(f"{seed} {document.sha256}".encode("ascii")).hexdigest()
+
+
+# Below, texts share their language and no subject; above, they are copies, and there is nothing to compare.
+RELATED, COPY = 0.1, 0.9
+ROWS_AT_ONCE = 256
+
+
+def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[Document]]:
+    """Groups of 2 to `size` documents, no document twice, each of at most `most_tokens` tokens together."""
+    if len(documents) < 2:
+        return []
+    vectors = _vectors([document.text for document in documents])
+    free = set(range(len(documents)))
+    found = []
+    for start in range(0, len(documents), ROWS_AT_ONCE):
+        block = (vectors[start : start + ROWS_AT_ONCE] @ vectors.T).toarray()
+        for seed in range(start, min(start + ROWS_AT_ONCE, len(documents))):
+            if seed in free:
+                group = _around(seed, block[seed - start], vectors, documents, free, size, most_tokens)
+                if len(group) > 1:
+                    free -= set(group)
+                    found.append([documents[i] for i in group])
+    return found
+
+
+def _around(
+    seed: int,
+    similarity: Any,
+    vectors: Any,
+    documents: list[Document],
+    free: set[int],
+    size: int,
+    most_tokens: int,
+) -> list[int]:
+    group, tokens = [seed], documents[seed].tokens
+    for other in sorted(free - {seed}, key=lambda i: (-similarity[i], i)):
+        if similarity[other] < RELATED or len(group) == size:
+            break
+        is_copy = (vectors[group] @ vectors[other].T).max() > COPY
+        if not is_copy and tokens + documents[other].tokens <= most_tokens:
+            group.append(other)
+            tokens += documents[other].tokens
+    return group
+
+
+def _vectors(texts: list[str]) -> Any:
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError:
+        raise PoSEError('the task compare needs scikit-learn: pip install "pose-plugin[synthesize]"') from None
+    # Runs of characters within words serve languages that write without spaces, too.
+    words = TfidfVectorizer(analyzer="char_wb", ngram_range=(4, 5), sublinear_tf=True, max_features=1 << 17)
+    return words.fit_transform(texts)

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from pose_plugin.utils.errors import PoSEError
 
+# What a run writes into its folder.
+ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
 TASKS = ("single", "multi", "compare", "biography")
 # From the strictest to the most widespread; the second is what llama-cpp-python and some services understand.
 FORMATS = ("auto", "schema", "object-schema", "object", "text")

@@ -11,9 +11,9 @@ import pytest
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Biography, Characters, Questions, UnusableError, parse, parse_questions
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.pace import Pace, backoff, retry_after
+from pose_plugin.synthesize.client import Ledger, Pace
 from pose_plugin.synthesize.quotes import Finder
+from pose_plugin.synthesize.server import backoff, retry_after
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import questions_from
 from tests.synthesize.test_quotes import TEXT

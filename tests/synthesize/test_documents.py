@@ -11,10 +11,8 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.synthesize.client import GivenUpError
-from pose_plugin.synthesize.copies import Copies, sketch
-from pose_plugin.synthesize.documents import pieces, spread, tidy
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.reading import find_files, read
+from pose_plugin.synthesize.documents import Copies, find_files, pieces, read, sketch, spread, tidy
+from pose_plugin.synthesize.output import Neutral
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import Settings, parse_tasks
 from pose_plugin.synthesize.tasks import single

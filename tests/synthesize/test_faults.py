@@ -10,7 +10,7 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.endpoint import Endpoint, FaultError
+from pose_plugin.synthesize.server import Endpoint, FaultError
 from tests.forked import LIMIT
 from tests.synthesize.listening import held_port
 from tests.synthesize.proxy import REFUSALS, faulty

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from pydantic import BaseModel
 
-from pose_plugin.synthesize.pace import retry_after
 from pose_plugin.synthesize.settings import FORMATS
 from pose_plugin.utils.errors import PoSEError
 
@@ -238,3 +241,29 @@ def _openai() -> Any:
     except ImportError:
         raise PoSEError('synthesize needs the openai client: pip install "pose-plugin[synthesize]"') from None
     return openai
+
+
+def backoff(failures: int, first: float, longest: float = 60.0) -> float:
+    """Seconds before the next try after so many failures: doubled each time, less up to half at random.
+
+    Without the random part, requests that failed together would come again together.
+    """
+    return min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """Seconds that a server asks to wait, in any of the three forms in use; None if it does not say."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) * scale
+        except ValueError:
+            try:
+                seconds = parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now)
+            except (TypeError, ValueError):
+                continue
+        if seconds == seconds and seconds < float("inf"):
+            return max(0.0, seconds)
+    return None
