@@ -1,7 +1,4 @@
-"""Documents: found and read from files, tidied, cut into pieces, compared with those that were there before.
-
-A collection for windows of 80K tokens does not fit in memory: texts lie on disk.
-"""
+"""Read documents from files, clean and split their texts, and find copies."""
 
 from __future__ import annotations
 
@@ -16,62 +13,110 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pose_plugin.utils.errors import PoSEError
 
 TEXTS = (".txt", ".md", ".markdown")
 ENDINGS = (*TEXTS, ".jsonl", ".parquet")
 
-
-def _inside(folder: Path, own: Collection[Path]) -> list[Path]:
-    """Every file in a folder, in order of names, without hidden ones and those that this command writes."""
-    found = sorted(path for path in folder.rglob("*") if not _hidden(path.relative_to(folder)))
-    return [path for path in found if path.is_file() and path.resolve() not in own]
-
-
-def passed_over(inputs: Iterable[Path], own: Collection[Path] = ()) -> int:
-    """How many files in the folders have an ending that is not read; hidden ones are not counted."""
-    inside = (each for path in inputs if path.is_dir() for each in _inside(path, own))
-    return sum(each.suffix.lower() not in ENDINGS for each in inside)
+# Copies: words per run, and the share of runs in common from which two texts count as nearly the same.
+RUN, LIKE = 8, 0.5
+# Sketches that agree in all three hashes of one of 42 bands are compared. That finds 996 of 1000 pairs that share half
+# of their runs, and 41 of 1000 that share a tenth, such as a licence. An estimate of 0.5 from all 126 hashes has a
+# standard error of 0.045.
+BANDS = 42, 3
+# Runs hashed at a time: each needs 126 numbers of memory.
+AT_ONCE = 4096
 
 
-def find_files(inputs: Iterable[Path], own: Collection[Path] = ()) -> list[Path]:
-    """Every readable file, folders walked in order of names, hidden ones left out.
+class Spool:
+    """Texts in a temporary file: a collection for windows of 80K tokens does not fit in memory."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the documents do
+
+    def add(self, text: str) -> tuple[int, int]:
+        """Store a text. Returns (offset, bytes), to be passed to `read`."""
+        data = text.encode("utf-8")
+        offset = self._file.seek(0, 2)
+        self._file.write(data)
+        return offset, len(data)
+
+    def read(self, place: tuple[int, int]) -> str:
+        self._file.seek(place[0])
+        return self._file.read(place[1]).decode("utf-8")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to ask about.
+
+    Attributes:
+        source, index: the file, and the line or row in it, from 0.
+        part: number of the piece, from 0, if the text was split.
+        sha256: hash of the cleaned text.
+        tokens, characters: length in the training tokenizer, and in characters.
+    """
+
+    source: str
+    index: int
+    part: int
+    sha256: str
+    tokens: int
+    characters: int
+    _spool: Spool
+    _place: tuple[int, int]
+
+    @property
+    def text(self) -> str:
+        return self._spool.read(self._place)
+
+    def described(self) -> dict[str, object]:
+        """Return what `sources.jsonl` holds of it."""
+        return {"source": self.source, "index": self.index, "part": self.part, "sha256": self.sha256}
+
+
+def find_files(inputs: Iterable[Path], own: Collection[Path] = ()) -> tuple[list[Path], int]:
+    """Find the readable files in folders, in order of their names, without hidden ones.
 
     Args:
-        own: resolved paths of what this command writes, which may lie in an input folder.
+        own: resolved paths of the files that this command writes, which may lie in an input folder.
+
+    Returns:
+        The files, and how many others were skipped for their ending.
 
     Raises:
-        PoSEError: a path does not exist, has an unknown ending, or nothing is found.
+        PoSEError: a path does not exist or has an unknown ending, or nothing is found.
     """
     found: dict[Path, None] = {}
+    skipped = 0
     for path in inputs:
         if path.is_dir():
-            inside = _inside(path, own)
-            found.update(dict.fromkeys(each for each in inside if each.suffix.lower() in ENDINGS))
+            for each in sorted(path.rglob("*")):
+                hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
+                if hidden or not each.is_file() or each.resolve() in own:
+                    continue
+                if each.suffix.lower() in ENDINGS:
+                    found[each] = None
+                else:
+                    skipped += 1
         elif not path.exists():
-            raise PoSEError(f"input {path} does not exist; name files or folders of documents")
+            raise PoSEError(f"input {path} does not exist; give files or folders of documents")
         elif path.suffix.lower() not in ENDINGS:
-            raise PoSEError(f"input {path} ends in {path.suffix or 'nothing'}; readable are {', '.join(ENDINGS)}")
+            raise PoSEError(f"input {path} ends in {path.suffix or 'nothing'}; supported are {', '.join(ENDINGS)}")
         else:
             found[path] = None
     if not found:
-        raise PoSEError(
-            f"no document in {', '.join(map(str, inputs))}: looked for files that end in {', '.join(ENDINGS)}"
-        )
-    return list(found)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+        raise PoSEError(f"no document in {', '.join(map(str, inputs))}: supported are {', '.join(ENDINGS)}")
+    return list(found), skipped
 
 
 def read(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    """Yields (index, text) of every document in a file.
+    """Yield (index, text) of each document in a file.
 
     Raises:
-        PoSEError: what is in the file cannot be read, with its place.
+        PoSEError: with the place of what cannot be read.
     """
     ending = path.suffix.lower()
     if ending in TEXTS:
@@ -82,28 +127,15 @@ def read(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
         yield from _parquet(path, text_field)
 
 
-def file_hash(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash(file)
-
-
-def _hash(file: Any) -> str:
-    found = hashlib.sha256()  # Python 3.10
-    for block in iter(lambda: file.read(1 << 20), b""):
-        found.update(block)
-    return found.hexdigest()
-
-
 def _decode(where: object, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        source = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
-        way = f"convert it (iconv -f {source} -t UTF-8), or leave it out"
-        if b"\0" in data and source != "UTF-16":
-            way = "it is no text; leave it out"
-        raise PoSEError(f"{where}: byte {error.start} is not UTF-8; {way}") from None
+        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        fix = f"convert it (iconv -f {'UTF-16' if utf16 else 'LATIN1'} -t UTF-8), or leave it out"
+        if b"\0" in data and not utf16:
+            fix = "it is not text; leave it out"
+        raise PoSEError(f"{where}: byte {error.start} is not UTF-8; {fix}") from None
 
 
 def _lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
@@ -115,7 +147,7 @@ def _lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
             try:
                 row = json.loads(_decode(where, line))
             except json.JSONDecodeError as error:
-                raise PoSEError(f"{where}: no JSON ({error}); each line must be one object") from None
+                raise PoSEError(f"{where} is not JSON ({error}); each line must be one object") from None
             if not isinstance(row, dict):
                 raise PoSEError(f"{where}: a {type(row).__name__}, not an object with {text_field!r}")
             yield number, _text(where, row, text_field)
@@ -136,77 +168,42 @@ def _parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
                 yield number, _text(f"{path}, row {number}", row, text_field)
                 number += 1
     except (ArrowException, OSError) as error:
-        raise PoSEError(f"{path} is no readable parquet file: {error}") from None
+        raise PoSEError(f"{path} is not a readable parquet file: {error}") from None
 
 
 def _text(where: str, row: dict[str, Any], text_field: str) -> str:
     if text_field not in row:
         _missing(where, list(row), text_field)
-    if row[text_field] is None:
-        return ""  # counted like every empty text
-    if not isinstance(row[text_field], str):
-        raise PoSEError(f"{where}: {text_field!r} is {type(row[text_field]).__name__}, not text; see --text-field")
-    return row[text_field]
+    text = row[text_field]
+    if text is None:
+        return ""  # counted as an empty text
+    if not isinstance(text, str):
+        raise PoSEError(f"{where}: {text_field!r} is {type(text).__name__}, not text; see --text-field")
+    return text
 
 
-def _missing(where: object, names: list[str], text_field: str) -> None:
-    raise PoSEError(f"{where}: no field {text_field!r}; there are {', '.join(names) or 'none'}: say --text-field NAME")
+def _missing(where: object, names: list[str], text_field: str) -> NoReturn:
+    raise PoSEError(f"{where}: no field {text_field!r}; give --text-field one of: {', '.join(names) or 'none'}")
 
 
-class Spool:
-    """Texts in a temporary file that is gone with the process."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the documents do
-
-    def add(self, text: str) -> tuple[int, int]:
-        """Returns (offset, bytes)."""
-        data = text.encode("utf-8")
-        offset = self._file.seek(0, 2)
-        self._file.write(data)
-        return offset, len(data)
-
-    def read(self, place: tuple[int, int]) -> str:
-        self._file.seek(place[0])
-        return self._file.read(place[1]).decode("utf-8")
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text to ask about.
-
-    Attributes:
-        source, index: file, and line or row in it, from 0; pieces of a split text add `part`.
-        sha256: of the text as it is used.
-        tokens, characters: its length in the training tokenizer, and in characters.
-    """
-
-    source: str
-    index: int
-    part: int
-    sha256: str
-    tokens: int
-    characters: int
-    _spool: Spool
-    _place: tuple[int, int]
-
-    @property
-    def text(self) -> str:
-        return self._spool.read(self._place)
-
-    def described(self) -> dict[str, object]:
-        """For the manifest."""
-        return {"source": self.source, "index": self.index, "part": self.part, "sha256": self.sha256}
+def file_hash(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def digest(text: str) -> str:
+    """Return the sha256 of a text."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def tidy(text: str) -> str:
-    """One form of line ends, no control characters or lone surrogates, nothing blank around.
+    """Normalize line ends, and remove control characters, lone surrogates and blanks at both ends.
 
-    Templates strip what they are given, and a turn that changes on its way cannot be found again by its text.
+    Chat templates strip their texts. A turn that is changed by its template could not be found again for its labels.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
     text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
@@ -214,10 +211,10 @@ def tidy(text: str) -> str:
 
 
 def pieces(text: str, tokens: int, size: int) -> list[str]:
-    """Cuts a text of `tokens` tokens into pieces of about `size`, at the end of a paragraph, sentence or word.
+    """Split a text of `tokens` tokens into pieces of at most about `size`, at the end of a paragraph, sentence or word.
 
-    Sizes are by the text's own characters a token, so that any tokenizer serves. No piece is longer than that; what is
-    left at the end joins none if it is short, so the last piece may be shorter.
+    Sizes are measured in characters, by the text's mean characters per token: pieces are not tokenized again. The last
+    piece may be short.
     """
     target = max(1, int(len(text) * size / max(tokens, 1)))
     found, start = [], 0
@@ -230,7 +227,7 @@ def pieces(text: str, tokens: int, size: int) -> list[str]:
 
 
 def _border(text: str) -> int:
-    """Where to cut: the last end of a paragraph, line, sentence or word in the second half, else the end."""
+    """Return where to cut: after the last paragraph, line, sentence or word in the second half, else at the end."""
     half = len(text) // 2
     for mark in ("\n\n", "\n", ". ", "。", " "):
         place = text.rfind(mark, half)
@@ -240,7 +237,7 @@ def _border(text: str) -> int:
 
 
 def spread(parts: list[str], count: int) -> list[str]:
-    """`count` of the parts, evenly over the whole, first and last among them."""
+    """Choose `count` of the parts, evenly spaced, with the first and the last."""
     if count >= len(parts):
         return parts
     if count == 1:
@@ -248,17 +245,12 @@ def spread(parts: list[str], count: int) -> list[str]:
     return [parts[round(i * (len(parts) - 1) / (count - 1))] for i in range(count)]
 
 
-# Words of a run, and the share of runs in common from which two texts are nearly the same.
-RUN, LIKE = 8, 0.5
-# Sketches that agree in three hashes of one band are compared: of two texts at LIKE 996 in 1000, and of two that share
-# a tenth, such as a licence, 41. An estimate of 0.5 from all 126 hashes is off by 0.045 (one standard error).
-BANDS = 42, 3
-# Runs hashed at a time: each takes 126 numbers while it is.
-AT_ONCE = 4096
-
-
 class Copies:
-    """Remembers what it is shown."""
+    """Recognize texts that are the same as an earlier one, or nearly the same.
+
+    A model that is asked about both copies has seen the answers already. Nearly the same are, e.g., two editions of a
+    book. Each text is sketched by hashes of its runs of words (MinHash, Broder 1997), so memory does not grow with it.
+    """
 
     def __init__(self) -> None:
         self._digests: set[str] = set()
@@ -266,14 +258,14 @@ class Copies:
         self._index = _datasketch().MinHashLSH(num_perm=BANDS[0] * BANDS[1], params=BANDS)
 
     def same(self, text: str) -> bool:
-        """Whether this very text was shown here before."""
+        """Whether exactly this text came before."""
         key = digest(text)
         known = key in self._digests
         self._digests.add(key)
         return known
 
     def like(self, text: str) -> bool:
-        """Whether a text with at least half of its runs of words was shown here before; if not, it is remembered."""
+        """Whether a text that shares half of its runs of words came before. If not, this one is remembered."""
         mine = sketch(text)
         if any(mine.jaccard(self._sketches[number]) >= LIKE for number in self._index.query(mine)):
             return True
@@ -283,10 +275,10 @@ class Copies:
 
 
 def sketch(text: str) -> Any:
-    """A MinHash of all runs of 8 words, or of 8 characters where words are not parted by spaces.
+    """Return a MinHash of all runs of 8 words, or of 8 characters in scripts without spaces.
 
-    The same in every process, as a run that goes on must find the same copies. Two of them estimate the share of runs
-    that their texts have in common (`jaccard`, from 0 to 1).
+    It is the same in every process: a resumed run must find the same copies. `jaccard` of two sketches estimates the
+    share of runs that their texts have in common, from 0 to 1.
     """
     words = text.casefold().split()
     if sum(map(len, words)) > 20 * len(words):
