@@ -1,49 +1,52 @@
-"""One request to an OpenAI-compatible server: what it can take is learnt from its refusals, faults are told apart."""
+"""Requests to an OpenAI-compatible server: the parameters that it accepts, its errors and its answers."""
 
 from __future__ import annotations
 
 import asyncio
-import random
+import json
 import re
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from pose_plugin.synthesize.settings import FORMATS
+from pose_plugin.synthesize.settings import FORMATS, Settings, without_password
 from pose_plugin.utils.errors import PoSEError
+
+# Seconds to connect. A machine that does not exist often does not refuse the connection either.
+CONNECT = 30.0
+# What servers say of a prompt and an answer that are longer than their context, and what to do about it.
+_TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
+SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
+# A shorter key is a placeholder such as `none`, which is also a word of documents.
+SHORTEST_KEY = 8
+# More tokens than any request has.
+MOST_TOKENS = 10**9
 
 
 class FaultError(Exception):
-    """No answer this time; the same request may succeed later.
+    """A request got no answer, although it was repeated.
 
     Attributes:
-        wait: seconds that the server asks to wait, None if it does not say.
+        spoilt: whether something came that is not an answer, which the openai client does not repeat.
     """
 
-    def __init__(self, reason: str, wait: float | None = None) -> None:
+    def __init__(self, reason: str, spoilt: bool = False) -> None:
         super().__init__(reason)
-        self.wait = wait
-
-
-class NoConnectionError(FaultError):
-    """There is no server at this address, or not now."""
+        self.spoilt = spoilt
 
 
 class RefusedError(Exception):
-    """The server will never take this request; others may pass."""
+    """The server will never accept this request, but it may accept others."""
 
 
 class StopError(Exception):
-    """No request can succeed now: the key, the model or the money is missing."""
+    """No request can succeed: the key, the model, the server or the money is missing."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server said; tokens are None where it does not count."""
+    """An answer. Tokens are None if the server does not count them."""
 
     content: str
     finish: str
@@ -52,187 +55,233 @@ class Reply:
     model: str
 
 
-TOO_LONG = (
-    "the server takes less: lower --answer-tokens, --chunk-tokens or --request-tokens, or give it a longer context"
-)
-# What servers say of prompts and answers that are together longer than they take.
-_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
-# Seconds until a connection stands: a machine that does not exist often says nothing at all.
-CONNECT = 30.0
+@dataclass(frozen=True)
+class Dialect:
+    """The parameters that a server accepts, as learned from what it refuses. The manifest records them."""
+
+    answer_format: str
+    length_parameter: str = "max_tokens"
+    temperature_sent: bool = True
+    limits_sent: bool = True
+    seed_sent: bool = True
+
+    def without(self, refusal: str, may_change_format: bool) -> Dialect | None:
+        """Return the dialect without the parameter that a refusal names, None if it names none that is sent."""
+        refusal = refusal.lower()
+        if "max_completion_tokens" in refusal and self.length_parameter == "max_tokens":
+            return replace(self, length_parameter="max_completion_tokens")
+        if "temperature" in refusal and self.temperature_sent:
+            return replace(self, temperature_sent=False)
+        if re.search(r"\bseed\b", refusal) and self.seed_sent:
+            return replace(self, seed_sent=False)
+        if "maxitems" in refusal and self.limits_sent:
+            return replace(self, limits_sent=False)
+        if (
+            may_change_format
+            and self.answer_format != "text"
+            and re.search(r"response_format|json_|grammar|schema", refusal)
+        ):
+            return replace(self, answer_format=FORMATS[FORMATS.index(self.answer_format) + 1])
+        return None
+
+    def parameters(self, form: type[BaseModel], answer_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        """Return the parameters of a request, besides model and messages."""
+        values: dict[str, Any] = {self.length_parameter: answer_tokens}
+        if self.temperature_sent:
+            values["temperature"] = temperature
+        if self.seed_sent:
+            values["seed"] = seed
+        if self.answer_format != "text":
+            values["response_format"] = self._response_format(form)
+        return values
+
+    def _response_format(self, form: type[BaseModel]) -> dict[str, Any]:
+        if self.answer_format == "object":
+            return {"type": "json_object"}
+        schema = form.model_json_schema()
+        if not self.limits_sent:
+            for part in (schema, *schema.get("$defs", {}).values()):
+                for value in part["properties"].values():
+                    value.pop("maxItems", None)
+        if self.answer_format == "object-schema":
+            return {"type": "json_object", "schema": schema}
+        return {"type": "json_schema", "json_schema": {"name": form.__name__.lower(), "strict": True, "schema": schema}}
 
 
-class Endpoint:
-    """A server.
+class Server:
+    """A server and what is known of it.
 
     Attributes:
-        reached: whether anything came back, be it a refusal.
-        answered: whether an answer did.
+        dialect: the parameters that it accepts.
+        sent, repeated: requests, and those of them that the openai client repeated.
 
     Args:
-        key: of the server; it stands in no file and no message.
-        answer_format: "auto" begins with JSON schemas and takes what the server can; the others insist.
+        key: the server's key, "none" if it needs none.
     """
 
-    def __init__(self, base_url: str | None, key: str, timeout: float, answer_format: str = "auto") -> None:
-        openai = _openai()
-        self._key = key
-        self._timeout = timeout
-        # Repeats are ours: they are counted, share one pause, and know what has been paid.
-        limit = openai.Timeout(timeout, connect=min(timeout, CONNECT))
-        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=limit, max_retries=0)
-        self.answer_format = "schema" if answer_format == "auto" else answer_format
-        self._may_change_format = answer_format == "auto"
-        self._length_name = "max_tokens"
-        self._sends_temperature = True
-        self._sends_limits = True
-        self._sends_seed = True
-        self.answered = False
-        self.reached = False
+    def __init__(self, settings: Settings, key: str) -> None:
+        self._openai = openai = _openai()
+        self._settings = settings
+        # Some servers repeat the key that they refuse, or insert spaces into it.
+        self._key = re.compile(r"\s*".join(map(re.escape, key))) if len(key) >= SHORTEST_KEY else None
+        # Silence ends a request after --timeout seconds, and the client repeats it.
+        limit = openai.Timeout(settings.timeout, connect=min(settings.timeout, CONNECT))
+        self._client = openai.AsyncOpenAI(
+            base_url=settings.base_url, api_key=key, timeout=limit, max_retries=settings.retries,
+            http_client=self._http_client(),
+        )  # fmt: skip
+        self.address = without_password(str(self._client.base_url))
+        self.dialect = Dialect("schema" if settings.answer_format == "auto" else settings.answer_format)
+        self.sent = self.repeated = 0
+        self._reached = self._answered = False
+
+    def _http_client(self) -> Any:
+        server, settings = self, self._settings
+
+        class Attempts(self._openai.DefaultAsyncHttpxClient):  # type: ignore[name-defined]
+            """Sees each attempt, with those that the openai client makes by itself."""
+
+            async def send(self, request: Any, **options: Any) -> Any:
+                if request.headers.get("x-stainless-retry-count", "0") != "0":
+                    server.repeated += 1
+                    await asyncio.sleep(settings.retry_wait)
+                server.sent += 1
+                # Timeouts of HTTP clients limit silence. A server that sends single bytes would hold a request forever.
+                return await asyncio.wait_for(super().send(request, **options), 2 * settings.timeout)
+
+        return Attempts()
 
     def described(self) -> dict[str, Any]:
-        """What the server was found to take, for the manifest."""
-        return {
-            "base_url": _without_password(str(self._client.base_url)),
-            "answer_format": self.answer_format,
-            "length_parameter": self._length_name,
-            "temperature_sent": self._sends_temperature,
-            "limits_sent": self._sends_limits,
-            "seed_sent": self._sends_seed,
-        }
+        """Return what the manifest records of the server."""
+        return {"base_url": self.address, **asdict(self.dialect)}
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def ask(
-        self, model: str, text: str, form: type[BaseModel], answer_tokens: int, temperature: float, seed: int
-    ) -> Reply:
-        """Sends one request, once; again only where the server refuses a parameter that can be left out.
+    async def ask(self, text: str, form: type[BaseModel], seed: int) -> Reply:
+        """Send one request. Send it again without a parameter that the server refuses.
 
         Raises:
-            FaultError, RefusedError, StopError: see there.
+            FaultError, RefusedError, StopError
         """
+        settings = self._settings
         while True:
-            used = self._found()
-            values: dict[str, Any] = {self._length_name: answer_tokens}
-            if self._sends_temperature:
-                values["temperature"] = temperature
-            if self._sends_seed:
-                values["seed"] = seed
-            if self.answer_format != "text":
-                values["response_format"] = _response_format(self.answer_format, form, self._sends_limits)
+            dialect = self.dialect
+            parameters = dialect.parameters(form, settings.answer_tokens, settings.temperature, seed)
+            messages = [{"role": "user", "content": text}]
             try:
-                messages: Any = [{"role": "user", "content": text}]
-                sent = self._client.chat.completions.create(model=model, messages=messages, **values)
-                # The client's own limit is on silence: a server that drips would hold us for ever.
-                reply = await asyncio.wait_for(sent, self._timeout)
+                raw = await self._client.chat.completions.with_raw_response.create(
+                    model=settings.model, messages=messages, **parameters
+                )
             except Exception as error:
-                if not self._learn(error, used):
+                if not self._adapt(error, dialect):
                     raise self._translated(error) from None
             else:
-                self.answered = self.reached = True
-                return _reply(reply)
+                self._reached = True
+                return self._reply(raw.content)
 
-    def _found(self) -> tuple[object, ...]:
-        return self.answer_format, self._length_name, self._sends_temperature, self._sends_limits, self._sends_seed
-
-    def _learn(self, error: Exception, used: tuple[object, ...]) -> bool:
-        """Whether the request may be sent again without what the server refused."""
+    def _adapt(self, error: Exception, used: Dialect) -> bool:
+        """Learn from a refusal. Return whether the request may be sent again."""
         if getattr(error, "status_code", None) not in (400, 422, 500, 501):
             return False
-        if used != self._found():
-            return True  # another request has learnt it in the meantime
-        said = str(getattr(error, "message", error)).lower()
-        if "max_completion_tokens" in said and self._length_name == "max_tokens":
-            self._length_name = "max_completion_tokens"
-        elif "temperature" in said and self._sends_temperature:
-            self._sends_temperature = False
-        elif re.search(r"\bseed\b", said) and self._sends_seed:
-            self._sends_seed = False
-        elif "maxitems" in said and self._sends_limits:
-            self._sends_limits = False
-        elif any(word in said for word in ("response_format", "json_schema", "json_object", "grammar", "schema")):
-            if not self._may_change_format or self.answer_format == "text":
+        if used == self.dialect:
+            learned = used.without(str(getattr(error, "message", "")), self._settings.answer_format == "auto")
+            if learned is None:
                 return False
-            self.answer_format = FORMATS[FORMATS.index(self.answer_format) + 1]
-        else:
-            return False
-        return True
+            self.dialect = learned
+        return True  # this request learned it, or another one meanwhile
+
+    def _reply(self, body: bytes) -> Reply:
+        """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same."""
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or "choices" not in found:
+            start = self._clean(body[:400].decode("utf-8", "replace"), 80)
+            reason = f"the answer is not a chat completion but {start!r}; --base-url mostly ends in /v1"
+            raise FaultError(reason, spoilt=True)
+        self._answered = True
+        content = _at(found, "choices", 0, "message", "content")
+        if isinstance(content, list):  # of parts
+            content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
+        return Reply(
+            content=self._without_key(content) if isinstance(content, str) else "",
+            finish=self._clean(str(_at(found, "choices", 0, "finish_reason"))),
+            input_tokens=_count(_at(found, "usage", "prompt_tokens")),
+            output_tokens=_count(_at(found, "usage", "completion_tokens")),
+            model=self._clean(str(found.get("model") or "")),
+        )
 
     def _translated(self, error: Exception) -> Exception:
-        openai = _openai()
+        openai, settings = self._openai, self._settings
         cause = error.__cause__ or error
-        # By name: which library connects differs between versions of the client.
-        if isinstance(error, openai.APIConnectionError) and type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
-            why = self._clean(f"{type(cause).__name__}: {cause}")
-            return NoConnectionError(f"no connection to {_without_password(str(self._client.base_url))} ({why})")
-        if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
-            return FaultError(f"no answer within {self._timeout:g} s (--timeout)")
-        self.reached = True
         if isinstance(error, openai.APIStatusError):
+            self._reached = True
             return self._of_status(error)
-        # Cut connections, and bodies that are no JSON, arrive as various types.
-        if isinstance(error, (openai.APIError, ValueError, OSError)):
-            return FaultError(self._clean(f"{type(cause).__name__}: {cause}"))
+        if isinstance(cause, asyncio.TimeoutError) or isinstance(error, openai.APITimeoutError):
+            # The client repeats a request after silence; too slow an answer it does not.
+            reason = f"no answer within {settings.timeout:g} s (--timeout)"
+            return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
+        if isinstance(error, openai.APIConnectionError):
+            why = self._clean(f"{type(cause).__name__}: {cause}")
+            # By name, because versions of the client connect with different libraries.
+            if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
+                self._reached = True
+                return FaultError(why)
+            missing = f"no connection to {self.address} ({why})"
+            if self._reached:
+                return FaultError(missing)
+            tries = settings.retries + 1
+            return StopError(f"{missing} in {tries} tries (--retries); start the server there, or correct --base-url")
         return error
 
     def _of_status(self, error: Any) -> Exception:
-        # Clients of some versions put the status into the message, too.
-        body = error.body if isinstance(error.body, dict) else {}
-        status, said = error.status_code, self._clean(f"{error.status_code}: {body.get('message') or error.message}")
-        code = str(getattr(error, "code", None) or "")
-        if status == 402 or "insufficient_quota" in (code, str(getattr(error, "type", ""))):
-            return StopError(f"the server wants money first ({said})")
-        if status in (408, 409, 425, 429) or status >= 500:
-            return FaultError(said, retry_after(error.response.headers))
-        # A 403 may be meant for one text; a key that is refused stays so, also where it was good before.
+        status, body = error.status_code, error.body if isinstance(error.body, dict) else {}
+        said = self._clean(f"{status}: {body.get('message') or error.message}")
+        if status == 402 or "insufficient_quota" in (error.code, error.type):
+            return StopError(f"the server requires payment ({said})")
         if status == 401:
             return StopError(f"the server refuses every request ({said}); check the key")
-        if status == 404 and not self.answered:
+        if status == 404 and not self._answered:
             return StopError(
                 f"the server refuses every request ({said}); check --model and --base-url, which mostly ends in /v1"
             )
+        if status in (408, 409, 429) or status >= 500:
+            wait = error.response.headers.get("retry-after")
+            return FaultError(said if wait is None else f"{said}; it asks to wait {self._clean(wait, 40)} s")
         if status == 403:
-            return RefusedError(f"{said}; check the key, unless it is the text that is not wanted there")
-        return RefusedError(f"{said}; {TOO_LONG}" if status == 413 or _LONG.search(said) else said)
+            # It may refuse this text only, so the run goes on.
+            return RefusedError(f"{said}; check the key, or whether the server rejects this text")
+        return RefusedError(f"{said}; {SHORTER}" if status == 413 or _TOO_LONG.search(said) else said)
 
-    def _clean(self, text: str) -> str:
-        """Some servers repeat the key that they refuse."""
-        text = " ".join(text.split()).replace(self._key, "[key]") if len(self._key) > 3 else " ".join(text.split())
-        return text if len(text) <= 300 else text[:300] + "…"
+    def _clean(self, text: str, length: int = 300) -> str:
+        """Return text of the server as it may be shown and stored: in one line, short, without the key.
 
+        Everything from the server passes here or through `_without_key`, as the manifest is published with the data.
+        """
+        text = " ".join(self._without_key(text).split())
+        return text if len(text) <= length else text[:length] + "…"
 
-def _response_format(kind: str, form: type[BaseModel], limits: bool) -> dict[str, Any]:
-    if kind == "object":
-        return {"type": "json_object"}
-    schema = form.model_json_schema()
-    if not limits:
-        for part in (schema, *schema.get("$defs", {}).values()):
-            for value in part["properties"].values():
-                value.pop("maxItems", None)
-    if kind == "object-schema":
-        return {"type": "json_object", "schema": schema}
-    return {"type": "json_schema", "json_schema": {"name": form.__name__.lower(), "strict": True, "schema": schema}}
+    def _without_key(self, text: str) -> str:
+        # A lone surrogate cannot be written to a file.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return self._key.sub("[key]", text) if self._key else text
 
 
-def _reply(reply: Any) -> Reply:
-    if not hasattr(reply, "choices"):
-        raise FaultError(f"the answer is no chat completion but {str(reply)[:80]!r}; does --base-url end in /v1?")
-    usage = reply.usage
-    choice = reply.choices[0] if reply.choices else None
-    message = choice.message if choice is not None else None
-    return Reply(
-        content=(message.content if message is not None else None) or "",
-        finish="no choices" if choice is None else str(choice.finish_reason),
-        input_tokens=usage.prompt_tokens if usage else None,
-        output_tokens=usage.completion_tokens if usage else None,
-        model=str(reply.model or ""),
-    )
+def _at(value: Any, *path: str | int) -> Any:
+    """Return what is at a path in JSON, None if there is nothing."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
 
 
-def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return scheme + separator + host.rpartition("@")[2] + slash + path.partition("?")[0]
+def _count(value: Any) -> int | None:
+    """Return a count of tokens, None for what cannot be one: a negative count would lift the budget."""
+    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else None
 
 
 def _openai() -> Any:
@@ -241,29 +290,3 @@ def _openai() -> Any:
     except ImportError:
         raise PoSEError('synthesize needs the openai client: pip install "pose-plugin[synthesize]"') from None
     return openai
-
-
-def backoff(failures: int, first: float, longest: float = 60.0) -> float:
-    """Seconds before the next try after so many failures: doubled each time, less up to half at random.
-
-    Without the random part, requests that failed together would come again together.
-    """
-    return min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
-
-
-def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds that a server asks to wait, in any of the three forms in use; None if it does not say."""
-    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            seconds = float(value) * scale
-        except ValueError:
-            try:
-                seconds = parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now)
-            except (TypeError, ValueError):
-                continue
-        if seconds == seconds and seconds < float("inf"):
-            return max(0.0, seconds)
-    return None
