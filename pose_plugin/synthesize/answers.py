@@ -1,10 +1,11 @@
-"""From what a model wrote to questions: JSON found, form checked. Quotes are looked up in quotes.py."""
+"""Parse what the model wrote: find its JSON and validate it. Quotes are checked in quotes.py."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Set
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,25 +14,24 @@ from pydantic_core import from_json
 
 
 class UnusableError(Exception):
-    """An answer that cannot be used; the text says why, to the user and to the model that is asked again."""
+    """An answer that cannot be used. The text says why, to the user and to the model when it is asked again."""
 
 
 class _Answer(BaseModel):
-    # Strict schemas of servers demand it; a model that no schema holds may number its questions all the same.
+    # Servers that enforce schemas demand additionalProperties. Other models may add names, which are ignored.
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False}, str_strip_whitespace=True)
 
 
 class Question(_Answer):
     question: str
     answer: str
-    # For servers that hold a model to the schema: in an endless list small models repeat themselves until they are cut
-    # off. Nothing is refused for more.
+    # Only for servers that enforce schemas: in an endless list small models repeat themselves until they are cut off.
     quotes: list[str] = Field(json_schema_extra={"maxItems": 6})
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        """`Question` and `quote` are meant as what they are called here."""
+        """Accept `Question` for `question`, and `quote` for `quotes`."""
         if not isinstance(value, dict):
             return value
         named = {str(name).casefold(): each for name, each in value.items()}
@@ -45,7 +45,7 @@ class Question(_Answer):
     @field_validator("quotes", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> list[str]:
-        """Of one quote, or of quotes with their places, the texts: whatever is not in the document proves nothing."""
+        """Collect the texts of one quote, or of quotes with their places. Other texts are not found in the document."""
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, list):
@@ -69,82 +69,79 @@ Form = TypeVar("Form", bound=_Answer)
 
 
 def parse(content: str, form: type[Form]) -> Form:
-    """Reads an answer that may be wrapped in a code fence, thoughts or a sentence.
+    """Read an answer that may be wrapped in a code fence, thoughts or prose.
 
     Raises:
-        UnusableError: no JSON, or not of this form.
+        UnusableError: there is no JSON of this form.
     """
-    value = _find_object(re.sub(r"<think>.*?</think>", "", content, flags=re.S), form.model_fields.keys())
-    try:
-        return form.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the object"
-        raise UnusableError(f"{place}: {first['msg'][:120]}") from None
-
-
-def parse_questions(content: str) -> tuple[list[Question], bool]:
-    """Reads an answer of questions: in the form that was asked for, as a list, one alone. Of one that was cut off or
-    broken, those that are whole: they are paid.
-
-    Returns:
-        The questions, and whether the answer was whole.
-
-    Raises:
-        UnusableError: there is none.
-    """
-    try:
-        return parse(content, Questions).questions, True
-    except UnusableError:
-        found, whole = [], True
-        # Not those of a draft in its thoughts, which may be what was cut off.
-        text = re.sub(r"<think>.*?(</think>|\Z)", "", content, flags=re.S)
-        for place, error, value in _objects(text):
-            if error is not None:
-                whole, value = False, _cut_in_quotes(text[place:])
-            try:
-                found.append(Question.model_validate(value))
-            except ValidationError:
-                whole = whole and "question" not in value
-        if not found:
-            raise
-        return found, whole
-
-
-def _cut_in_quotes(text: str) -> dict[str, Any]:
-    """A question that was cut off in its quotes, which stand last: those before are whole, and so is the answer."""
-    with suppress(ValueError):
-        value = from_json(text, allow_partial=True)
-        if isinstance(value, dict) and "quotes" in value:
-            return value
-    return {}
-
-
-def _find_object(text: str, names: Set[str]) -> Any:
-    """The first JSON object with one of the names in it."""
     reason = "it holds no JSON object"
-    for _, error, value in _objects(text):
-        if error is None and names & value.keys():
-            # In an object that was cut off, those inside may be whole.
-            return value
-        if reason.startswith("it holds"):
-            reason = f"its JSON has none of the names {', '.join(sorted(names))}" if error is None else error
+    for value, whole in _values(content):
+        for each in _objects(value):
+            if whole and form.model_fields.keys() & each.keys():
+                try:
+                    return form.model_validate(each)
+                except ValidationError as error:
+                    first = error.errors()[0]
+                    raise UnusableError(f"{'.'.join(map(str, first['loc']))}: {first['msg'][:120]}") from None
+            reason = f"its JSON has none of the names {', '.join(form.model_fields)}"
+        if not whole:
+            reason = "its JSON is broken or cut off"
     raise UnusableError(reason)
 
 
-def _objects(text: str) -> Iterator[tuple[int, str | None, Any]]:
-    """(place, None, object) of everything that is one, (place, what is wrong with it, None) of what begins like one."""
-    whole_to = 0
-    for match in re.finditer(r"\{", text):
-        place = match.start()
+def parse_questions(content: str) -> tuple[list[Question], bool]:
+    """Read an answer of questions: in the requested form, as a list, or a single one.
+
+    Complete questions of an answer that was cut off or broken are kept, because they were paid for.
+
+    Returns:
+        The questions, and whether the answer was complete.
+
+    Raises:
+        UnusableError: there is no question.
+    """
+    found: list[Question] = []
+    complete = True
+    for value, whole in _values(content):
+        complete = complete and whole
+        for each in _objects(value):
+            names = {name.casefold() for name in each}
+            # The quotes come last. Once they have begun, question and answer are complete.
+            if "question" in names and (whole or names & {"quote", "quotes"}):
+                try:
+                    found.append(Question.model_validate(each))
+                except ValidationError:
+                    complete = False
+        if found and "question" not in value:
+            break  # a list of questions is an answer; single questions may follow each other
+    return (found, complete) if found else (parse(content, Questions).questions, True)
+
+
+def _values(content: str) -> Iterator[tuple[Any, bool]]:
+    """Yield each JSON object or list in a text, and whether it is whole. One that was cut off has its whole parts."""
+    # A thinking model's draft is not its answer. Templates that open <think> in the prompt leave only </think> here.
+    text = content.rpartition("</think>")[2].partition("<think>")[0]
+    place = 0
+    while start := re.compile(r"[\[{]").search(text, place):
+        place = start.start()
         try:
-            # strict=False: small models write line breaks into strings.
-            value, end = json.JSONDecoder(strict=False).raw_decode(text, place)
-            whole_to = max(whole_to, end)
-            yield place, None, value
-        except json.JSONDecodeError as error:
-            if place < whole_to:
-                continue  # a brace in a string
-            yield place, f"its JSON is broken or cut off ({error.msg} at character {error.pos} of {len(text)})", None
-        except RecursionError:
-            continue
+            # strict=False, because small models write line breaks into strings.
+            value, place = json.JSONDecoder(strict=False).raw_decode(text, place)
+            yield value, True
+        except (ValueError, RecursionError):
+            with suppress(ValueError):
+                yield from_json(text[place:], allow_partial=True), False
+                return
+            place += 1  # a bracket in prose, or broken JSON, in which objects may be whole
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects in a JSON value, the outer ones first."""
+    waiting = deque([value])
+    while waiting:
+        value = waiting.popleft()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value

@@ -1,4 +1,4 @@
-"""Asks until there is a usable answer: from the journal first, then the server, within rate, budget and patience."""
+"""Get usable answers: from earlier runs, else from the server, within rate limit, budget and number of tries."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from pydantic import BaseModel
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import UnusableError
-from pose_plugin.synthesize.endpoint import Endpoint, FaultError, NoConnectionError, RefusedError, Reply, StopError
-from pose_plugin.synthesize.journal import Entry, Journal, request_key
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.pace import Pace, backoff
+from pose_plugin.synthesize.paid import Answer, Answers, Ledger
+from pose_plugin.synthesize.server import FaultError, RefusedError, Server, StopError
 from pose_plugin.synthesize.settings import Settings
-from pose_plugin.utils.log import log
+from pose_plugin.utils.journal import digest
 
 Value = TypeVar("Value")
 
-# So many requests in a row without any answer: the server is gone, and the rest would only wait for nothing.
+# After so many requests in a row without an answer, or refused requests without any success, the run stops: the
+# others, perhaps thousands, would fail too.
 GONE_AFTER = 8
-LONGEST_WAIT = 900.0
-WAY_OUT = "start the server there, or correct --base-url"
 
 
 @dataclass(frozen=True)
 class Request(Generic[Value]):
-    """What is asked.
+    """A request for one part of a row.
 
     Attributes:
-        item, part: what of the data it is for.
+        item, part: the row, and the part of it.
         text: the prompt.
         form: the JSON that is wanted.
         tokens: of the prompt, as we count.
-        accept: makes a value of what the model wrote; raises UnusableError.
+        accept: makes a value from what the model wrote; raises UnusableError.
     """
 
     item: str
@@ -48,179 +45,197 @@ class Request(Generic[Value]):
 
 
 class GivenUpError(Exception):
-    """One request is left out; the text says why."""
+    """One request is left out. The text says why."""
 
 
 @dataclass
 class Counts:
-    """What happened in this run."""
+    """What happened in this run, for the manifest."""
 
-    asked: int = 0
     reused: int = 0
     repeated: int = 0
     unusable: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
 
-class Asker:
-    """The one way to the server.
+class Client:
+    """Asks for answers, many at a time. Use as `value = await client(request)`.
 
     Args:
-        show: called after each request that is done with.
+        show: called after each request.
+
+    Attributes:
+        stopped: why no further request is sent, or None.
     """
 
     def __init__(
         self,
         settings: Settings,
-        endpoint: Endpoint,
-        journal: Journal,
+        server: Server,
+        answers: Answers,
         ledger: Ledger,
         show: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._endpoint = endpoint
-        self._journal = journal
+        self._server = server
+        self._answers = answers
         self._ledger = ledger
         self._show = show
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
-        self._turns = asyncio.Semaphore(settings.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
         self._lost_in_a_row = self._refused = 0
-        self._warned = False
         self.stopped: str | None = None
         self.counts = Counts()
-        for entry in journal.all():
-            ledger.add(entry.input_tokens, entry.output_tokens)
+        for answer in answers.all():
+            ledger.add(answer.input_tokens, answer.output_tokens)
 
     def stop(self, reason: str) -> None:
-        """No new request starts; those on their way are waited for, as they will be paid."""
+        """Start no new request. Those in flight are waited for, because they will be billed."""
         self.stopped = self.stopped or reason
 
     async def __call__(self, request: Request[Value]) -> Value:
-        """Raises:
-        GivenUpError: this request is left out.
-        StopError: the whole run ends.
+        """Return the accepted value.
+
+        Raises:
+            GivenUpError: this request is left out.
+            StopError: the whole run ends.
         """
         try:
-            return await self._answer(request)
+            return await self._usable(request)
         except StopError as error:
             self.stop(str(error))
             raise
         finally:
             self._show()
 
-    async def _answer(self, request: Request[Value]) -> Value:
-        key = request_key(self._identity(request))
+    async def _usable(self, request: Request[Value]) -> Value:
+        settings = self._settings
+        # Everything that decides an answer. The server's address does not.
+        key = digest(
+            {
+                "model": settings.model,
+                "text": request.text,
+                "form": request.form.__name__,
+                "answer_tokens": settings.answer_tokens,
+                "temperature": settings.temperature,
+                "seed": settings.seed,
+            }
+        )
         attempt, reason = 0, ""
-        for entry in self._journal.answers(key):
-            attempt = max(attempt, entry.attempt)
+        for answer in self._answers.of(key):
+            attempt = max(attempt, answer.attempt)
             try:
-                value = request.accept(entry.content)
+                value = request.accept(answer.content)
             except UnusableError as error:
                 reason = str(error)
             else:
                 self.counts.reused += 1
                 return value
-        while attempt < self._settings.tries:
+        while attempt < settings.tries:
             attempt += 1
             text = request.text + (prompts.AGAIN.format(reason=reason) if reason else "")
-            async with self._turns:
-                entry = await self._fetch(request, text, key, attempt)
+            async with self._slots:
+                answer = await self._fetch(request, text, key, attempt)
             try:
-                return request.accept(entry.content)
+                return request.accept(answer.content)
             except UnusableError as error:
                 reason = str(error)
-                if entry.finish == "length":
-                    reason += f", cut off at {self._settings.answer_tokens} tokens (--answer-tokens)"
+                if answer.finish == "length":
+                    reason += f", cut off at {settings.answer_tokens} tokens (--answer-tokens)"
                 self.counts.unusable[_kind(reason)] += 1
         raise GivenUpError(f"no usable answer in {attempt} tries (--tries), last: {reason}")
 
-    def _identity(self, request: Request[Any]) -> dict[str, Any]:
-        settings = self._settings
-        return {
-            "model": settings.model,
-            "text": request.text,
-            "form": request.form.__name__,
-            "answer_tokens": settings.answer_tokens,
-            "temperature": settings.temperature,
-            "seed": settings.seed,
-        }
+    async def _fetch(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
+        """Get an answer from the server, and store it.
 
-    async def _fetch(self, request: Request[Any], text: str, key: str, attempt: int) -> Entry:
-        failures = 0
+        The openai client repeats what gets no answer. What is spoilt on its way, such as a broken body, is repeated
+        here.
+        """
+        repeats = 0
         while True:
-            reply_or_fault = await self._once(request, text, key, attempt)
-            if isinstance(reply_or_fault, Entry):
-                self._lost_in_a_row = 0
-                return reply_or_fault
-            fault = reply_or_fault
-            failures += 1
-            self.counts.faults[_kind(str(fault))] += 1
-            wait = fault.wait if fault.wait is not None else backoff(failures, self._settings.retry_wait)
-            if wait > LONGEST_WAIT:
-                raise StopError(f"the server asks to wait {wait:.0f} s ({fault}); run the same command again then")
-            never_there = isinstance(fault, NoConnectionError) and not self._endpoint.reached
-            if failures > self._settings.retries:
-                if never_there:
-                    raise StopError(f"{fault} in {failures} tries (--retries); {WAY_OUT}")
-                self._lost_in_a_row += 1
-                if self._lost_in_a_row >= GONE_AFTER:
-                    raise StopError(f"{GONE_AFTER} requests in a row got no answer, last: {fault}; see --base-url")
-                raise GivenUpError(f"no answer in {failures} tries (--retries), last: {fault}")
-            if never_there and not self._warned:
-                self._warned = True
-                log.warning(f"{fault}; trying again, up to {self._settings.retries} times (--retries); {WAY_OUT}")
-            self.counts.repeated += 1
-            if fault.wait is not None:
-                self._pace.pause(asyncio.get_running_loop().time() + wait)
+            try:
+                answer = await self._send(request, text, key, attempt)
+            except FaultError as fault:
+                self.counts.faults[_kind(str(fault))] += 1
+                repeats += fault.spoilt
+                if not fault.spoilt or repeats > self._settings.retries:
+                    raise self._lost(fault) from None
+                self.counts.repeated += 1
+                await self._wait(self._settings.retry_wait)
+            except RefusedError as error:
+                raise self._rejected(error) from None
             else:
-                await self._sleep(wait)
+                self._lost_in_a_row = 0
+                return answer
 
-    async def _once(self, request: Request[Any], text: str, key: str, attempt: int) -> Entry | FaultError:
+    def _lost(self, fault: FaultError) -> Exception:
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= GONE_AFTER:
+            return StopError(f"{GONE_AFTER} requests in a row got no answer, last: {fault}; see --base-url")
+        return GivenUpError(f"no answer after up to {self._settings.retries} repeats (--retries), last: {fault}")
+
+    def _rejected(self, error: RefusedError) -> Exception:
+        self._refused += 1
+        # A server that has answered before, in this run or an earlier one, may only refuse some texts.
+        if self._refused >= GONE_AFTER and not self._answers.all():
+            return StopError(f"the server refuses every request ({self._refused} so far), last: {error}")
+        return GivenUpError(f"refused by the server: {error}")
+
+    async def _send(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
         settings, clock = self._settings, asyncio.get_running_loop().time
-        await self._sleep(self._pace.delay(clock(), request.tokens + settings.answer_tokens))
+        await self._wait(self._pace.delay(clock(), request.tokens + settings.answer_tokens))
         if self.stopped:
             raise StopError(self.stopped)
-        reservation = self._ledger.reserve(request.tokens, settings.answer_tokens)
-        if reservation is None:
+        reserved = self._ledger.reserve(request.tokens, settings.answer_tokens)
+        if reserved is None:
             raise StopError(f"the next request might exceed --budget {settings.budget:g}")
-        self.counts.asked += 1
         used = (0, 0)
         try:
-            reply = await self._endpoint.ask(
-                settings.model, text, request.form, settings.answer_tokens, settings.temperature,
-                # Or a server with a seed and no temperature would repeat its unusable answer.
-                settings.seed + attempt - 1,
+            # Another seed for each attempt: a server that ignores temperature would repeat its unusable answer.
+            reply = await self._server.ask(text, request.form, settings.seed + attempt - 1)
+            # Estimates if the server does not count: four characters per token.
+            outputs = -(-len(reply.content) // 4) if reply.output_tokens is None else reply.output_tokens
+            used = (request.tokens if reply.input_tokens is None else reply.input_tokens, outputs)
+            answer = Answer(
+                key=key, attempt=attempt, item=request.item, part=request.part, content=reply.content,
+                finish=reply.finish, input_tokens=used[0], output_tokens=used[1], model=reply.model,
             )  # fmt: skip
-            used = _used(reply, request.tokens)
-            entry = Entry(key, attempt, request.item, request.part, reply.content, reply.finish, *used, reply.model)
-            self._journal.add(entry)
-            return entry
-        except FaultError as fault:
-            return fault
-        except RefusedError as error:
-            self._refused += 1
-            # It never took one, now or in an earlier run: the rest would be refused as well, thousands of them.
-            if self._refused >= GONE_AFTER and not self._journal.all():
-                raise StopError(f"the server refuses every request ({self._refused} so far), last: {error}") from None
-            raise GivenUpError(f"refused by the server: {error}") from None
+            self._answers.add(answer)
+            return answer
         finally:
-            self._ledger.settle(reservation, *used, estimate=request.tokens if used[0] else 0)
+            self._ledger.settle(reserved, *used, estimate=request.tokens if used[0] else 0)
 
-    async def _sleep(self, seconds: float) -> None:
-        """Sleeps in short pieces, so that a stop is not waited for."""
+    async def _wait(self, seconds: float) -> None:
+        """Sleep in short steps, so that a stop does not wait."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while not self.stopped and clock() < end:
             await asyncio.sleep(min(0.2, end - clock()))
 
 
-def _used(reply: Reply, estimate: int) -> tuple[int, int]:
-    """Tokens as billed, or as we estimate: four characters of an answer a token."""
-    inputs = estimate if reply.input_tokens is None else reply.input_tokens
-    outputs = -(-len(reply.content) // 4) if reply.output_tokens is None else reply.output_tokens
-    return inputs, outputs
+class Pace:
+    """Spaces requests evenly under a limit of requests and tokens per minute; 0 is no limit.
+
+    Servers that count by the second would refuse a burst at the start of each minute.
+    """
+
+    def __init__(self, requests_per_minute: float = 0, tokens_per_minute: float = 0) -> None:
+        self._per_request = 60 / requests_per_minute if requests_per_minute else 0.0
+        self._per_token = 60 / tokens_per_minute if tokens_per_minute else 0.0
+        self._free = 0.0
+
+    def delay(self, now: float, tokens: int) -> float:
+        """Reserve the next start. Returns the seconds until then.
+
+        Args:
+            now: seconds of a monotonic clock.
+            tokens: of the prompt and its longest answer.
+        """
+        start = max(now, self._free)
+        self._free = start + max(self._per_request, tokens * self._per_token)
+        return start - now
 
 
 def _kind(reason: str) -> str:
-    """What the manifest counts by: the reason up to its details."""
+    """Return what the manifest counts by: the reason without details."""
     return reason.split("(")[0].split(",")[0].strip()[:100]

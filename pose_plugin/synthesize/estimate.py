@@ -1,27 +1,26 @@
-"""What a run will ask and cost, before it asks."""
+"""Estimate what a run will request and cost, before it starts."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from pose_plugin.synthesize.journal import Journal
-from pose_plugin.synthesize.ledger import Ledger
+from pose_plugin.synthesize.paid import Answers, Ledger
 from pose_plugin.synthesize.select import Collection
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.settings import JOURNAL, Settings
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item
 
-# Tokens that an answer usually has: of a question with its answer and quotes, and of a biography.
+# Typical tokens of a question with its answer and quotes, and of a biography.
 USUAL_QUESTION, USUAL_BIOGRAPHY = 150, 700
 
 
 class Plan:
-    """Requests, tokens and money of items.
+    """Requests and tokens of items.
 
     Attributes:
-        requests, input_tokens: at most, unusable answers and repeats not counted.
-        longest_output: tokens, were every answer as long as allowed.
-        usual_output: tokens, as answers usually are.
+        requests, input_tokens: upper limits, without repeats and unusable answers.
+        longest_output: tokens if each answer is as long as allowed.
+        usual_output: tokens of typical answers.
     """
 
     def __init__(self, items: list[Item], settings: Settings) -> None:
@@ -36,8 +35,8 @@ class Plan:
         self.longest_output = self.requests * settings.answer_tokens
 
 
-def describe(plan: Plan, found: Collection, items: list[Item], journal: Journal, settings: Settings) -> str:
-    """The plan in lines for a terminal."""
+def describe(plan: Plan, found: Collection, items: list[Item], answers: Answers, settings: Settings) -> str:
+    """Return the plan as lines for a terminal."""
     ledger = Ledger(settings.price_input, settings.price_output)
     tokens = [item.tokens for item in items]
     lines = [f"documents: {found.documents} read, {len(found.long)} long, {len(found.short)} short"]
@@ -45,21 +44,21 @@ def describe(plan: Plan, found: Collection, items: list[Item], journal: Journal,
     if found.markers:
         lines.append(f"  {found.markers} strings of chat templates in them are split by a space")
     lines.append(f"rows: {', '.join(f'{task} {count}' for task, count in sorted(plan.rows.items()))}")
-    lines.append(f"  documents of {min(tokens)} to {max(tokens)} tokens in a window of {settings.window}")
+    lines.append(f"  documents of {min(tokens)} to {max(tokens)} tokens per row, in a window of {settings.window}")
     lines.append(
         f"requests: at most {plan.requests}, {plan.input_tokens} tokens to read, about {plan.usual_output} to write "
         f"(never more than {plan.longest_output})"
     )
     mine = {item.id for item in items}
-    answered = [entry for entry in journal.all() if entry.item in mine]
+    answered = sum(answer.item in mine for answer in answers.all())
     if answered:
-        lines.append(f"  {len(answered)} answers are in {journal.path.name} already and are not asked for again")
+        lines.append(f"  {answered} answers are in {JOURNAL} already and are not requested again")
     usual = ledger.cost(plan.input_tokens, plan.usual_output)
     longest = ledger.cost(plan.input_tokens, plan.longest_output)
     if usual is None or longest is None:
         lines.append("cost: unknown; give --price-input and --price-output, per million tokens")
     else:
-        lines.append(f"cost: about {usual:.4g}, with the longest answers {longest:.4g}, before repeats")
+        lines.append(f"cost: about {usual:.4g}, with the longest answers {longest:.4g}, without repeats")
         if settings.budget is not None:
             lines.append(f"  the run stops before it exceeds {settings.budget:g} (--budget)")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A run from documents to rows: plan, ask, write. Ends in order however it ends."""
+"""A run: request the answers that are missing, then write rows, sources and manifest, also after a stop."""
 
 from __future__ import annotations
 
@@ -9,217 +9,206 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pose_plugin._version import __version__
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.client import Asker
-from pose_plugin.synthesize.endpoint import Endpoint, StopError
-from pose_plugin.synthesize.journal import Journal
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.manifest import (
-    JOURNAL,
-    ROWS,
-    SOURCES,
+from pose_plugin.synthesize.client import Client
+from pose_plugin.synthesize.documents import file_hash
+from pose_plugin.synthesize.estimate import Plan
+from pose_plugin.synthesize.output import (
+    MarkerSplitter,
+    Turn,
+    conversation,
     described_settings,
     plain,
+    row_counter,
     tokenizer_hash,
-    write_manifest,
+    write_lines,
 )
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.output import Turn, conversation, row_counter, write_lines
-from pose_plugin.synthesize.reading import file_hash
+from pose_plugin.synthesize.paid import Answers, Ledger
 from pose_plugin.synthesize.select import Collection
-from pose_plugin.synthesize.settings import Settings, check_address
+from pose_plugin.synthesize.server import Server, StopError
+from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, check_address
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import write_json
 from pose_plugin.utils.log import log
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """How a run ended.
 
     Attributes:
-        rows: written.
-        dropped: reason → rows or questions that were made and left out.
+        stopped: why it stopped early, or None.
+        unfinished: rows that a stop left unfinished.
+        sources: for each row that was written, where it comes from.
+        dropped: reason → rows or questions that were left out.
         given_up: a sentence for each request that was left out.
-        unfinished: rows that a stop left undone.
-        stopped: why, or None.
     """
 
-    rows: int
-    dropped: Counter[str]
-    given_up: list[str]
-    unfinished: int
     stopped: str | None
+    unfinished: int
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    given_up: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return len(self.sources)
 
 
 def key_from(settings: Settings) -> str:
-    """The server's key, from the environment alone.
+    """Return the server's key, which is read from the environment only, or "none".
 
     Raises:
-        PoSEError: there is none, and the server is not the user's own; or none that can be sent there.
+        PoSEError: the key cannot be sent, or is missing and the server is not the user's own.
     """
     key = os.environ.get(settings.key_variable, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise PoSEError(f"${settings.key_variable} holds signs that no key has, and none can be sent; export it again")
+        raise PoSEError(
+            f"${settings.key_variable} holds characters that no key has and that cannot be sent; export it again"
+        )
     address = os.environ.get("OPENAI_BASE_URL")
     if settings.base_url is None and address:
         check_address("$OPENAI_BASE_URL", address)
     if not key and settings.base_url is None and not address:
         raise PoSEError(
-            f"no key in ${settings.key_variable}: export it, name another variable with --key-variable, or give the "
-            "--base-url of a server that needs none"
+            f"${settings.key_variable} holds no key: export one, name another variable with --key-variable, or give "
+            "the --base-url of a server that needs none"
         )
     return key or "none"
 
 
-async def ask_for(items: list[Item], settings: Settings, ask: Asker) -> list[Made | None]:
-    """Makes all items, some at a time. Returns what came of each, None where a stop came first."""
+def run(items: list[Item], found: Collection, settings: Settings, tokenizer: Any, progress: bool) -> Result:
+    """Request every answer that the journal does not hold, then write rows, sources and manifest.
+
+    Raises:
+        PoSEError: another run writes to the same folder, or the key is missing.
+    """
+    key = key_from(settings)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    answers = Answers(settings.output / JOURNAL, write=True)
+    ledger = Ledger(settings.price_input, settings.price_output, settings.budget)
+    head = _head(found, settings, tokenizer)
+    try:
+        write_json(settings.output / MANIFEST, {**head, "state": "running"})
+        server = Server(settings, key)
+        with _bar(items, settings, ledger, progress) as show:
+            client = Client(settings, server, answers, ledger, show)
+            results = asyncio.run(_make_all(items, settings, client, server))
+        result = _write(items, results, settings, tokenizer, client.stopped)
+        tail = {**_tail(result, settings), **_paid(client, server, answers, ledger)}
+        write_json(settings.output / MANIFEST, {**head, **tail})
+    finally:
+        answers.close()
+    return result
+
+
+async def _make_all(items: list[Item], settings: Settings, client: Client, server: Server) -> list[Made | None]:
+    """Make all items, some at a time. Returns what each gave, None if a stop came first."""
     results: list[Made | None] = [None] * len(items)
     waiting = iter(enumerate(items))
 
     async def worker() -> None:
         for number, item in waiting:
             try:
-                # After a stop too: what the journal holds whole is a row, and nothing is sent.
-                results[number] = await MODULES[item.task].make(item, settings, ask)
+                # After a stop too: nothing is sent then, but an item whose answers are all in the journal is a row.
+                made = results[number] = await MODULES[item.task].make(item, settings, client)
             except StopError:
                 continue
             except BaseException:
-                # A fault of ours: the others must not go on paying for what will not be written.
-                ask.stop("an unexpected error")
+                # An error of this program: other workers must not go on paying for answers that will not be written.
+                client.stop("an unexpected error")
                 raise
-            for sentence in results[number].given_up:  # type: ignore[union-attr]
+            for sentence in made.given_up:
                 log.warning(f"left out: {item.documents[0].source}, {item.task}, {sentence}")
 
-    async with _Interrupts(ask):
-        # Most items ask for one thing at a time; the asker holds the limit on requests.
-        workers = [worker() for _ in range(min(len(items), settings.concurrency))]
-        for outcome in await asyncio.gather(*workers, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+    try:
+        async with _Interrupts(client):
+            # Most items send one request at a time. The client limits how many are open.
+            workers = [worker() for _ in range(min(len(items), settings.concurrency))]
+            for outcome in await asyncio.gather(*workers, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+    finally:
+        await server.close()
     return results
 
 
 class _Interrupts:
-    """The first Ctrl-C or TERM lets requests on their way finish, as they will be paid; the second ends at once."""
+    """Waits for requests in flight on the first Ctrl-C or TERM, as they will be billed. The second ends at once."""
 
-    def __init__(self, ask: Asker) -> None:
-        self._ask = ask
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._handled: list[int] = []
 
     async def __aenter__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._set: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
-                self._loop.add_signal_handler(number, self._once, number)
-                self._set.append(number)
+                self._loop.add_signal_handler(number, self._once)
+                self._handled.append(number)
             except (NotImplementedError, ValueError, RuntimeError):
                 pass  # Windows, or not the main thread: an interrupt ends at once, and the journal keeps what came
 
     async def __aexit__(self, *_: object) -> None:
-        for number in self._set:
+        self._restore()
+
+    def _once(self) -> None:
+        log.warning("interrupted: waiting for requests in flight, which will be billed; interrupt again to end at once")
+        self._client.stop("interrupted")
+        self._restore()
+
+    def _restore(self) -> None:
+        for number in self._handled:
             self._loop.remove_signal_handler(number)
-
-    def _once(self, number: int) -> None:
-        log.warning("interrupted: requests on their way are waited for, as they will be paid; once more ends at once")
-        self._ask.stop("interrupted")
-        for each in self._set:
-            self._loop.remove_signal_handler(each)
-        self._set = []
-
-
-def run(items: list[Item], found: Collection, settings: Settings, tokenizer: Any, progress: bool) -> Result:
-    """Asks for everything that the journal does not hold, then writes rows, sources and manifest.
-
-    Raises:
-        PoSEError: another run writes to the same folder, or the key is missing.
-    """
-    key = key_from(settings)
-    folder = settings.output
-    folder.mkdir(parents=True, exist_ok=True)
-    journal = Journal(folder / JOURNAL)
-    ledger = Ledger(settings.price_input, settings.price_output, settings.budget)
-    head = _head(found, settings, tokenizer)
-    try:
-        write_manifest(folder, {**head, "state": "running"})
-        with _bar(items, settings, ledger, progress) as show:
-            results, ask, server = asyncio.run(_ask_all(items, settings, key, journal, ledger, show))
-        result, rows = _write(items, results, settings, tokenizer, ask.stopped)
-        models = sorted({entry.model for entry in journal.all() if entry.model})
-        write_manifest(
-            folder, {**head, **_tail(result, rows, ask, ledger, journal, settings), "models": models, **server}
-        )
-    finally:
-        journal.close()
-    return result
-
-
-async def _ask_all(
-    items: list[Item], settings: Settings, key: str, journal: Journal, ledger: Ledger, show: Callable[[], None]
-) -> tuple[list[Made | None], Asker, dict[str, Any]]:
-    endpoint = Endpoint(settings.base_url, key, settings.timeout, settings.answer_format)
-    ask = Asker(settings, endpoint, journal, ledger, show)
-    try:
-        return await ask_for(items, settings, ask), ask, {"server": endpoint.described()}
-    finally:
-        await endpoint.close()
+        self._handled = []
 
 
 def _write(
     items: list[Item], results: list[Made | None], settings: Settings, tokenizer: Any, stopped: str | None
-) -> tuple[Result, dict[str, Any]]:
-    """Rows in the order of the items, whatever order the answers came in."""
-    neutral, count = Neutral(tokenizer), row_counter(tokenizer)
-    dropped: Counter[str] = Counter()
-    given_up: list[str] = []
-    sources: list[dict[str, Any]] = []
+) -> Result:
+    """Write rows and sources in the order of the items, which does not depend on when answers arrived."""
+    split_markers, count = MarkerSplitter(tokenizer), row_counter(tokenizer)
+    result = Result(stopped, unfinished=sum(made is None for made in results))
 
     def rows() -> Iterator[dict[str, Any]]:
         for item, made in zip(items, results, strict=True):
             if made is None:
                 continue
-            dropped.update(made.dropped)
-            given_up.extend(made.given_up)
+            result.dropped.update(made.dropped)
+            result.given_up.extend(made.given_up)
             if not made.turns:
-                dropped["rows without a question"] += 1
+                result.dropped["rows without a question"] += 1
                 continue
-            messages = conversation(row_text(item), made.turns, neutral)
+            messages = conversation(_row_text(item), made.turns, split_markers)
             tokens = count(messages)
             if tokens > settings.window:
-                dropped[f"rows longer than {settings.window} tokens (--window)"] += 1
+                result.dropped[f"rows longer than {settings.window} tokens (--window)"] += 1
                 continue
-            documents = [document.described() for document in item.documents]
-            sources.append(
+            result.sources.append(
                 {
-                    "row": len(sources),
+                    "row": result.rows,
                     "task": item.task,
                     "tokens": tokens,
                     "turns": len(made.turns),
-                    "documents": documents,
+                    "documents": [document.described() for document in item.documents],
                     "quotes": _quotes(item, made.turns),
                 }
             )
             yield {"messages": messages}
 
     write_lines(settings.output / ROWS, rows())
-    write_lines(settings.output / SOURCES, sources)
-    tasks = Counter(source["task"] for source in sources)
-    unfinished = sum(made is None for made in results)
-    summary = {
-        "rows": {"file": ROWS, "sha256": file_hash(settings.output / ROWS), "count": len(sources), **plain(tasks)},
-        "tokens_of_rows": sum(source["tokens"] for source in sources),
-        "questions": sum(source["turns"] for source in sources),
-    }
-    return Result(len(sources), dropped, given_up, unfinished, stopped), summary
+    write_lines(settings.output / SOURCES, result.sources)
+    return result
 
 
 def _quotes(item: Item, turns: list[Turn]) -> list[list[dict[str, Any]]]:
-    """For each turn the documents' own words, whatever the model made of them."""
+    """Return, for each turn, the documents' own words, which the model may have copied inexactly."""
     texts = [document.text for document in item.documents]
     return [
         [{"document": s.text, "start": s.start, "text": texts[s.text][s.start : s.end]} for s in turn.quotes]
@@ -227,18 +216,23 @@ def _quotes(item: Item, turns: list[Turn]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def row_text(item: Item) -> str:
-    """What the first user turn carries before its question."""
+def _row_text(item: Item) -> str:
+    """Return what the first user turn carries before its question."""
     if len(item.documents) == 1:
         return item.documents[0].text
     several = enumerate(item.documents, 1)
     return "\n\n".join(prompts.SEVERAL.format(number=n, text=document.text) for n, document in several)
 
 
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def _head(found: Collection, settings: Settings, tokenizer: Any) -> dict[str, Any]:
+    """Return the part of the manifest that is known before the first request."""
     return {
         "pose_plugin": __version__,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": _now(),
         "prompts": {"version": prompts.VERSION, "sha256": prompts.fingerprint()},
         "settings": described_settings(settings),
         "tokenizer_sha256": tokenizer_hash(tokenizer),
@@ -253,29 +247,39 @@ def _head(found: Collection, settings: Settings, tokenizer: Any) -> dict[str, An
     }
 
 
-def _tail(
-    result: Result, rows: dict[str, Any], ask: Asker, ledger: Ledger, journal: Journal, settings: Settings
-) -> dict[str, Any]:
-    counts = ask.counts
+def _tail(result: Result, settings: Settings) -> dict[str, Any]:
+    """Return the part of the manifest about the rows."""
+    tasks = Counter(source["task"] for source in result.sources)
     return {
         "state": "stopped" if result.stopped else "finished",
         "stopped": result.stopped,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **rows,
+        "finished": _now(),
+        "rows": {"file": ROWS, "sha256": file_hash(settings.output / ROWS), "count": result.rows, **plain(tasks)},
+        "tokens_of_rows": sum(source["tokens"] for source in result.sources),
+        "questions": sum(source["turns"] for source in result.sources),
         "left_out": plain(result.dropped),
         "unfinished": result.unfinished,
         "given_up": result.given_up[:100],
         "given_up_count": len(result.given_up),
+    }
+
+
+def _paid(client: Client, server: Server, answers: Answers, ledger: Ledger) -> dict[str, Any]:
+    """Return the part of the manifest about requests and money."""
+    counts = client.counts
+    return {
         "requests": {
-            "asked": counts.asked,
+            "asked": server.sent,
             "from_journal": counts.reused,
-            "repeated": counts.repeated,
+            "repeated": counts.repeated + server.repeated,
             "unusable": plain(counts.unusable),
             "faults": plain(counts.faults),
-            "answers_in_journal": len(journal.all()),
+            "answers_in_journal": len(answers.all()),
         },
         "tokens": {"input": ledger.input_tokens, "output": ledger.output_tokens},
         "cost": ledger.spent,
+        "models": sorted({answer.model for answer in answers.all() if answer.model}),
+        "server": server.described(),
     }
 
 
@@ -284,9 +288,7 @@ def _bar(items: list[Item], settings: Settings, ledger: Ledger, progress: bool) 
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from pose_plugin.synthesize.estimate import Plan
-
-    # Messages stand above the bar, not in it.
+    # Log lines are printed above the bar, not into it.
     with (
         logging_redirect_tqdm([log]) if progress else nullcontext(),
         tqdm(total=Plan(items, settings).requests, unit="request", disable=not progress) as bar,

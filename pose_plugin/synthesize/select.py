@@ -1,4 +1,4 @@
-"""Which documents are used, and for what: filters, then each document to one task."""
+"""Filter documents, assign each to one task, and group short ones by subject."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pose_plugin.synthesize import reading
-from pose_plugin.synthesize.copies import Copies
-from pose_plugin.synthesize.documents import Document, Spool, digest, pieces, tidy
-from pose_plugin.synthesize.manifest import JOURNAL, MANIFEST, ROWS, SOURCES
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.documents import (
+    ENDINGS,
+    Copies,
+    Document,
+    Spool,
+    digest,
+    file_hash,
+    find_files,
+    pieces,
+    read,
+    tidy,
+)
+from pose_plugin.synthesize.output import MarkerSplitter
+from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.utils.errors import PoSEError
 
 SAME = "the same text again"
+# Cosines of documents. Below RELATED two share a language but no subject, above COPY there is nothing to compare.
+RELATED, COPY = 0.1, 0.9
+# Rows of the similarity matrix that are computed at a time.
+ROWS_AT_ONCE = 256
 
 
 @dataclass
 class Collection:
-    """What was read.
+    """The documents that were read.
 
     Attributes:
-        long, short: documents within the band, and below it.
-        dropped: reason → documents.
+        long, short: documents within the band of lengths, and below it.
+        dropped: reason → number of documents.
         markers: strings of chat templates that were split.
+        documents: how many were read.
         files: path → sha256 of its bytes.
     """
 
@@ -41,23 +53,26 @@ class Collection:
 
 
 def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lambda: None) -> Collection:
-    """Reads, tidies, filters and measures every document; their texts stay on disk.
+    """Read, clean, filter and measure all documents. Their texts stay on disk.
+
+    Args:
+        show: called after each document.
 
     Raises:
-        PoSEError: an input that cannot be read.
+        PoSEError: an input cannot be read.
     """
-    spool, neutral, found = Spool(), Neutral(tokenizer), Collection()
-    whole, parts = Copies(), Copies()
+    split_markers, found = MarkerSplitter(tokenizer), Collection()
+    whole, band = Copies(), _Band(settings, tokenizer, found)
     is_language = _language_filter(settings.languages)
     own = {(settings.output / name).resolve() for name in (ROWS, SOURCES, JOURNAL, MANIFEST)}
-    files = reading.find_files(settings.inputs, own)
-    if others := reading.passed_over(settings.inputs, own):
-        found.dropped[f"files that do not end in {', '.join(reading.WHOLE + reading.ROWS)}"] = others
+    files, skipped = find_files(settings.inputs, own)
+    if skipped:
+        found.dropped[f"files that do not end in {', '.join(ENDINGS)}"] = skipped
     for path in files:
-        found.files[str(path)] = reading.file_hash(path)
-        for index, raw in reading.read(path, settings.text_field):
+        found.files[str(path)] = file_hash(path)
+        for index, raw in read(path, settings.text_field):
             found.documents += 1
-            text, markers = neutral(tidy(raw))
+            text, markers = split_markers(tidy(raw))
             if not text:
                 found.dropped["empty"] += 1
             elif whole.same(text):
@@ -66,50 +81,47 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
                 found.dropped["another language"] += 1
             else:
                 found.markers += markers
-                _file(path, index, text, settings, tokenizer, spool, parts, found)
+                band.add(str(path), index, text)
             show()
     return found
 
 
-def _file(
-    path: Path,
-    index: int,
-    text: str,
-    settings: Settings,
-    tokenizer: Any,
-    spool: Spool,
-    parts: Copies,
-    found: Collection,
-) -> None:
-    """Puts a text, or the pieces of one that is split, where it belongs by its length."""
-    for part, (piece, tokens) in enumerate(_cut(text, settings, tokenizer)):
-        if tokens > settings.longest:
-            found.dropped[f"longer than {settings.longest} tokens (--max-tokens)"] += 1
-        elif tokens < min(settings.min_short, settings.shortest):
-            found.dropped[f"shorter than {settings.min_short} tokens (--min-short)"] += 1
-        elif parts.same(piece):
-            found.dropped[SAME] += 1
-        # Short ones on one subject may well be alike; groups keep copies apart by themselves.
-        elif tokens >= settings.shortest and parts.like(piece):
-            found.dropped["nearly the same text again"] += 1
-        else:
-            place = spool.add(piece)
-            document = Document(str(path), index, part, digest(piece), tokens, len(piece), spool, place)
-            (found.long if tokens >= settings.shortest else found.short).append(document)
+class _Band:
+    """Sorts texts by length into the long and the short ones of a collection."""
 
+    def __init__(self, settings: Settings, tokenizer: Any, found: Collection) -> None:
+        self._settings, self._tokenizer, self._found = settings, tokenizer, found
+        self._spool, self._copies = Spool(), Copies()
 
-def _cut(text: str, settings: Settings, tokenizer: Any) -> Iterator[tuple[str, int]]:
-    tokens = count_tokens(tokenizer, text)
-    if tokens <= settings.longest or settings.longer == "drop":
-        yield text, tokens
-        return
-    # A little less, as a piece may have more tokens a character than the whole.
-    for piece in pieces(text, tokens, round(settings.longest * 0.95)):
-        yield piece, count_tokens(tokenizer, piece)
+    def add(self, source: str, index: int, text: str) -> None:
+        settings, found = self._settings, self._found
+        for part, (piece, tokens) in enumerate(self._cut(text)):
+            if tokens > settings.longest:
+                found.dropped[f"longer than {settings.longest} tokens (--max-tokens)"] += 1
+            elif tokens < min(settings.min_short, settings.shortest):
+                found.dropped[f"shorter than {settings.min_short} tokens (--min-short)"] += 1
+            elif self._copies.same(piece):
+                found.dropped[SAME] += 1
+            # Short documents on one subject may well be alike. `groups` keeps copies apart.
+            elif tokens >= settings.shortest and self._copies.like(piece):
+                found.dropped["nearly the same text again"] += 1
+            else:
+                place = self._spool.add(piece)
+                document = Document(source, index, part, digest(piece), tokens, len(piece), self._spool, place)
+                (found.long if tokens >= settings.shortest else found.short).append(document)
 
+    def _cut(self, text: str) -> Iterator[tuple[str, int]]:
+        settings = self._settings
+        tokens = self._count(text)
+        if tokens <= settings.longest or settings.longer == "drop":
+            yield text, tokens
+            return
+        # 5 % less, as a piece may have more tokens per character than the whole text.
+        for piece in pieces(text, tokens, round(settings.longest * 0.95)):
+            yield piece, self._count(piece)
 
-def count_tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _language_filter(languages: tuple[str, ...]) -> Callable[[str], bool]:
@@ -122,10 +134,10 @@ def _language_filter(languages: tuple[str, ...]) -> Callable[[str], bool]:
     known = {str(code) for code, _ in py3langid.rank("")}
     for language in languages:
         if language not in known:
-            raise PoSEError(f"--languages {language!r} cannot be told; use ISO 639-1 codes, e.g. en,de")
+            raise PoSEError(f"--languages {language!r} is not supported; use ISO 639-1 codes, e.g. en,de")
 
     def fits(text: str) -> bool:
-        # The middle: licences and tables of contents stand at the start.
+        # From the middle: licences and tables of contents are at the start.
         middle = max(0, len(text) // 2 - 2000)
         return str(py3langid.classify(text[middle : middle + 4000])[0]) in languages
 
@@ -133,43 +145,79 @@ def _language_filter(languages: tuple[str, ...]) -> Callable[[str], bool]:
 
 
 def assign(found: Collection, settings: Settings) -> list[Item]:
-    """Gives each document to one task. The order is by hash, so that it is the same in every run.
+    """Assign each document to one task, in an order by hash that is the same in every run.
 
-    Long documents go round the tasks that still want some; short ones to groups for `compare`.
+    Tasks take long documents in turn, as long as they want more. Short ones are grouped for `compare`.
 
     Raises:
-        PoSEError: there is nothing to ask about.
+        PoSEError: there is no document to ask about.
     """
     items: list[Item] = []
-    for_long = [task for task in settings.tasks if task != "compare"]
-    wanted = {task: settings.tasks[task] for task in for_long}
+    left = {task: count for task, count in settings.tasks.items() if task != "compare"}
     for turn, document in enumerate(sorted(found.long, key=lambda each: _order(each, settings.seed))):
-        open_tasks = [task for task in for_long if wanted[task] != 0]
-        if not open_tasks:
+        unfilled = [task for task, count in left.items() if count != 0]
+        if not unfilled:
             break
-        task = open_tasks[turn % len(open_tasks)]
-        left = wanted[task]
-        wanted[task] = left - 1 if left is not None else None
+        task = unfilled[turn % len(unfilled)]
+        count = left[task]
+        left[task] = None if count is None else count - 1
         items.append(item_of(task, [document]))
     if "compare" in settings.tasks:
-        from pose_plugin.synthesize.cluster import groups
-
         short = sorted(found.short, key=lambda each: _order(each, settings.seed))
-        most = min(settings.request_tokens, settings.longest)
-        made = groups(short, settings.group_size, most)
+        made = groups(short, settings.group_size, min(settings.request_tokens, settings.longest))
         items += [item_of("compare", group) for group in made[: settings.tasks["compare"]]]
     if not items:
+        reasons = "".join(f", {count} {reason}" for reason, count in found.dropped.items())
         raise PoSEError(
             f"none of {found.documents} documents can be used: {len(found.long)} have {settings.shortest} to "
-            f"{settings.longest} tokens, {len(found.short)} are shorter{_reasons(found.dropped)}; widen --min-tokens "
-            "and --max-tokens, or choose other --tasks"
+            f"{settings.longest} tokens, {len(found.short)} are shorter{reasons}; change --min-tokens and "
+            "--max-tokens, or choose other --tasks"
         )
     return items
 
 
-def _reasons(dropped: Counter[str]) -> str:
-    return "".join(f", {count} {reason}" for reason, count in dropped.items())
-
-
 def _order(document: Document, seed: int) -> str:
     return hashlib.sha256(f"{seed} {document.sha256}".encode("ascii")).hexdigest()
+
+
+def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[Document]]:
+    """Group documents on one subject: 2 to `size` each, of at most `most_tokens` tokens together, none used twice.
+
+    TF-IDF vectors need no model, GPU or request, and texts on one subject share their rarer words. scikit-learn's
+    clusterings make groups of any size, but a row has room for a few documents. So each document is grouped, greedily,
+    with its nearest ones that are still free.
+    """
+    if len(documents) < 2:
+        return []
+    vectors = _vectors([document.text for document in documents])
+    free = set(range(len(documents)))
+    found = []
+    for start in range(0, len(documents), ROWS_AT_ONCE):
+        block = (vectors[start : start + ROWS_AT_ONCE] @ vectors.T).toarray()
+        for seed in range(start, start + len(block)):
+            if seed not in free:
+                continue
+            similarity = block[seed - start]
+            group, tokens = [seed], documents[seed].tokens
+            for other in sorted(free - {seed}, key=lambda i: (-similarity[i], i)):
+                if similarity[other] < RELATED or len(group) == size:
+                    break
+                is_copy = (vectors[group] @ vectors[other].T).max() > COPY
+                if not is_copy and tokens + documents[other].tokens <= most_tokens:
+                    group.append(other)
+                    tokens += documents[other].tokens
+            if len(group) > 1:
+                free -= set(group)
+                found.append([documents[i] for i in group])
+    return found
+
+
+def _vectors(texts: list[str]) -> Any:
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError:
+        raise PoSEError('the task compare needs scikit-learn: pip install "pose-plugin[synthesize]"') from None
+    # Runs of letters within words also serve languages that are written without spaces.
+    return TfidfVectorizer(
+        analyzer="char_wb", ngram_range=(4, 5), sublinear_tf=True, max_features=1 << 17
+    ).fit_transform(texts)

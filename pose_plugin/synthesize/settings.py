@@ -1,181 +1,200 @@
-"""What a run of `pose-plugin synthesize` was asked for, checked before anything is read or paid."""
+"""The options of `pose-plugin synthesize`. They are validated before anything is read or paid for."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+import re
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pose_plugin.utils.errors import PoSEError
 
-TASKS = ("single", "multi", "compare", "biography")
-# From the strictest to the most widespread; the second is what llama-cpp-python and some services understand.
-FORMATS = ("auto", "schema", "object-schema", "object", "text")
-LONGER = ("drop", "split")
+# The files that a run writes into its output folder.
+ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
 
-# name, lowest, highest, what it is for
-_NUMBERS = (
-    ("window", 64, math.inf, "tokens of a row"),
-    ("chunk_tokens", 16, math.inf, "tokens of a piece that a single-detail question is about"),
-    ("request_tokens", 32, math.inf, "the most document tokens in one request"),
-    ("answer_tokens", 16, math.inf, "the most tokens of one answer"),
-    ("questions", 1, 100, "questions on one document"),
-    ("characters", 1, 50, "biographies of one book"),
-    ("group_size", 2, 50, "short documents compared in one row"),
-    ("concurrency", 1, 1000, "requests at a time"),
-    ("requests_per_minute", 0, math.inf, "0 for no limit"),
-    ("tokens_per_minute", 0, math.inf, "0 for no limit"),
-    ("tries", 1, 20, "answers asked for until one is usable"),
-    ("retries", 0, 100, "repeats of a request that got no answer"),
-    ("retry_wait", 0, 3600, "seconds before the first repeat"),
-    ("timeout", 0.01, 86400, "seconds for one answer"),
-    ("temperature", 0, 2, "of the model that writes"),
-)
+Task = Literal["single", "multi", "compare", "biography"]
+# From the strictest to the most widely supported. llama-cpp-python and some services accept the second.
+Format = Literal["auto", "schema", "object-schema", "object", "text"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"\S")]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """One run. Lengths are in tokens of the training tokenizer, prices per million of the server's tokens.
+class Settings(BaseModel):
+    """One run. Lengths are in tokens of the training tokenizer, prices per million tokens of the server.
 
-    Attributes:
-        tasks: task → most rows of it, None for as many as there are documents for.
-        min_tokens, max_tokens: band of a long document; default: one chunk, and what fits into `window`.
-        min_short: shortest document to compare; longer ones than `min_tokens` are not short.
-        languages: ISO 639-1 codes that are kept; empty keeps all.
-        longer: whether documents beyond the band are dropped or split into pieces within it.
-        price_input, price_output, budget: in one currency of the caller's; None where unknown, or without a limit.
+    Descriptions are the help texts of the command, and its options have the names of the fields.
     """
 
-    inputs: tuple[Path, ...]
-    output: Path
-    tokenizer: str
-    model: str
-    window: int
-    base_url: str | None = None
-    key_variable: str = "OPENAI_API_KEY"
-    tasks: dict[str, int | None] = field(default_factory=lambda: {"single": None})
-    text_field: str = "text"
-    languages: tuple[str, ...] = ()
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    min_short: int = 64
-    longer: str = "drop"
-    chunk_tokens: int = 4096
-    request_tokens: int = 32768
-    answer_tokens: int = 4096
-    questions: int = 10
-    characters: int = 3
-    group_size: int = 4
-    check_quotes: bool = True
-    concurrency: int = 8
-    requests_per_minute: float = 0
-    tokens_per_minute: float = 0
-    tries: int = 3
-    retries: int = 6
-    retry_wait: float = 1.0
-    timeout: float = 300.0
-    temperature: float = 0.7
-    answer_format: str = "auto"
-    price_input: float | None = None
-    price_output: float | None = None
-    budget: float | None = None
-    seed: int = 0
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
-        for name, low, high, purpose in _NUMBERS:
-            value = getattr(self, name)
-            # A comparison with NaN is False, so NaN is refused too.
-            if not low <= value <= high or (math.isinf(value) and high == math.inf):
-                bound = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise PoSEError(f"{option(name)} {value} cannot work: {purpose}, {bound}")
-        _choice("longer", self.longer, LONGER)
-        _choice("answer_format", self.answer_format, FORMATS)
-        for task, count in self.tasks.items():
-            _choice("tasks", task, TASKS)
-            if count is not None and count < 1:
-                raise PoSEError(f"--tasks {task}={count} asks for no row; name at least 1, or leave the task out")
-        if not self.tasks:
-            raise PoSEError(f"--tasks names none; choose of {', '.join(TASKS)}")
-        for name in ("model", "tokenizer"):
-            if not getattr(self, name).strip():
-                raise PoSEError(f"{option(name)} is empty; give a name")
-        if self.base_url is not None:
-            check_address("--base-url", self.base_url)
-        self._check_band()
-        self._check_money()
+    inputs: tuple[Path, ...] = Field(description="files or folders: .txt, .md, .jsonl, .parquet")
+    output: Path = Field(description="folder for rows, journal and manifest; an existing run is resumed")
+    tokenizer: Name = Field(description="tokenizer of the model to train; all lengths are in its tokens")
+    window: int = Field(ge=64, description="tokens of a row; longer rows are dropped")
+    model: Name = Field(description="name of the model that writes the questions, as the server knows it")
+    base_url: str | None = Field(
+        None, description="the server's address, up to /v1; default: $OPENAI_BASE_URL, else OpenAI's"
+    )
+    key_variable: str = Field("OPENAI_API_KEY", description="environment variable that holds the server's key")
+    tasks: dict[Task, Count | None] = Field(
+        {"single": None},
+        min_length=1,
+        description=f"any of {', '.join(get_args(Task))}, each with the most rows wanted: single=200,multi "
+        "(default: single)",
+    )
+
+    text_field: str = Field("text", description="field of .jsonl and .parquet rows that holds the text")
+    languages: tuple[str, ...] = Field((), description="keep these only, e.g. en,de (ISO 639-1); default: all")
+    min_tokens: Count | None = Field(
+        None, description="shortest long document; default: one chunk, or half of --max-tokens"
+    )
+    max_tokens: Count | None = Field(None, description="longest document; default: the window less room for questions")
+    min_short: Count = Field(
+        64, description="shortest document for compare, which takes those shorter than --min-tokens"
+    )
+    longer: Literal["drop", "split"] = Field("drop", description="what happens to longer documents")
+
+    questions: int = Field(10, ge=1, le=100, description="questions per document, all in one conversation")
+    characters: int = Field(3, ge=1, le=50, description="biographies per book")
+    group_size: int = Field(4, ge=2, le=50, description="most short documents compared in one row")
+    chunk_tokens: int = Field(4096, ge=16, description="tokens of the passage that a single-detail question is about")
+    request_tokens: int = Field(
+        32768, ge=32, description="most document tokens in one request; excerpts are sent of longer documents"
+    )
+    answer_tokens: int = Field(4096, ge=16, description="most tokens of one answer")
+    check_quotes: bool = Field(True, description="keep questions whose quotes are not in the text")
+    temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature of the model that writes")
+    seed: int = Field(0, description="chooses documents and passages, and is sent with each request")
+
+    concurrency: int = Field(8, ge=1, le=1000, description="requests at a time")
+    requests_per_minute: Amount = Field(0, description="rate limit; default: none")
+    tokens_per_minute: Amount = Field(0, description="rate limit on prompts and longest answers; default: none")
+    tries: int = Field(3, ge=1, le=20, description="answers requested until one is usable")
+    retries: int = Field(6, ge=0, le=100, description="repeats of a request that got no answer")
+    retry_wait: float = Field(
+        1, ge=0, le=3600, description="seconds before each repeat, in addition to what the server asks for"
+    )
+    timeout: float = Field(300, ge=0.01, le=86400, description="seconds for one answer")
+    answer_format: Format = Field("auto", description="how JSON is requested; auto finds what the server supports")
+
+    price_input: Amount | None = Field(None, description="price of a million prompt tokens, in any currency")
+    price_output: Amount | None = Field(None, description="price of a million answer tokens")
+    budget: Amount | None = Field(None, description="stop before the whole folder costs more than this")
 
     @property
     def longest(self) -> int:
-        """The most tokens of a document: room for questions and answers is left in the window."""
+        """The most tokens of a document. The rest of the window is for questions and answers."""
         return self.max_tokens or self.window - min(self.window // 4, 256 * self.questions)
 
     @property
     def shortest(self) -> int:
+        """The fewest tokens of a long document."""
         return self.min_tokens or min(self.chunk_tokens, self.longest // 2)
 
-    def _check_band(self) -> None:
-        if self.longest >= self.window:
-            raise PoSEError(
-                f"--max-tokens {self.max_tokens} leaves no room for questions in --window {self.window}; "
-                f"give at most {self.window - min(self.window // 4, 256 * self.questions)}"
-            )
-        if not 1 <= self.shortest <= self.longest:
-            raise PoSEError(f"--min-tokens {self.shortest} is not between 1 and the longest document, {self.longest}")
-        if "compare" in self.tasks and not 1 <= self.min_short < self.shortest:
-            raise PoSEError(
-                f"--min-short {self.min_short} must be at least 1 and below --min-tokens {self.shortest}: "
-                "compare takes the documents between them"
-            )
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _parse_tasks(cls, value: Any) -> Any:
+        """`single=200,multi` → {"single": "200", "multi": None}."""
+        if not isinstance(value, str):
+            return value
+        parts = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        tasks = {name: count or None for name, _, count in parts}
+        if len(tasks) < len(parts):
+            raise ValueError(f"--tasks {value} names a task twice; name it once, with one count")
+        return tasks
 
-    def _check_money(self) -> None:
-        for name in ("price_input", "price_output", "budget"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise PoSEError(f"{option(name)} {value} is no amount; give 0 or more")
+    @field_validator("languages", mode="before")
+    @classmethod
+    def _parse_languages(cls, value: Any) -> Any:
+        return re.findall(r"[^,\s]+", value.lower()) if isinstance(value, str) else value
+
+    @field_validator("base_url")
+    @classmethod
+    def _check_base_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_address("--base-url", value)
+        return value
+
+    @field_validator("key_variable")
+    @classmethod
+    def _check_key_variable(cls, value: str) -> str:
+        # The message must not repeat the value: it is the key itself if somebody passed that by mistake.
+        if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
+            raise ValueError(
+                "--key-variable is not the name of an environment variable; export the key, e.g. as "
+                "OPENAI_API_KEY, and give the variable's name"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Settings:
+        room = min(self.window // 4, 256 * self.questions)
+        if self.longest >= self.window:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} leaves no room for questions in --window {self.window}; "
+                f"give at most {self.window - room}"
+            )
+        if self.shortest > self.longest:
+            raise ValueError(f"--min-tokens {self.shortest} is above --max-tokens {self.longest}; lower it")
+        if "compare" in self.tasks and self.min_short >= self.shortest:
+            raise ValueError(
+                f"--min-short {self.min_short} must be below --min-tokens {self.shortest}: compare takes the documents "
+                "between the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_money(self) -> Settings:
         if (self.price_input is None) != (self.price_output is None):
-            raise PoSEError("one price is missing: give both --price-input and --price-output, per million tokens")
+            raise ValueError("one price is missing: give both --price-input and --price-output, per million tokens")
         if self.budget is not None and self.price_input is None:
-            raise PoSEError(f"--budget {self.budget:g} needs prices to count by; add --price-input and --price-output")
+            raise ValueError(f"--budget {self.budget:g} needs prices; add --price-input and --price-output")
+        return self
+
+
+def parse_settings(values: dict[str, Any]) -> Settings:
+    """Validate the options of a run.
+
+    Raises:
+        PoSEError: with a sentence for each option that cannot work.
+    """
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise PoSEError("\n".join(map(_sentence, error.errors()))) from None
+
+
+def _sentence(item: Any) -> str:
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    first, *rest = map(str, item["loc"])
+    place = " ".join([option(first), *(part for part in rest if part != "[key]")])
+    return f"{place} {item['input']!r}: {item['msg']}; {Settings.model_fields[first].description}"
 
 
 def check_address(name: str, url: str) -> None:
-    """Raises PoSEError for what is no address of a server."""
+    """Raise PoSEError if `url` is not the address of a server."""
     try:
         parts = urlsplit(url)
-        # Reading the port looks at it.
-        good = (
-            parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not any(map(str.isspace, url))
-        )
+        # `port` raises if it is not a number in range.
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", url)
     except ValueError:
         good = False
     if not good:
-        raise PoSEError(f"{name} {url!r} is no address; write e.g. http://localhost:8000/v1")
+        raise PoSEError(f"{name} {without_password(url)!r} is not an address; write e.g. http://localhost:8000/v1")
+
+
+def without_password(url: str) -> str:
+    """Remove what may be secret from an address: user, password and query."""
+    scheme, separator, rest = url.rpartition("://")
+    return scheme + separator + rest.rpartition("@")[2].partition("?")[0]
 
 
 def option(name: str) -> str:
-    """The command line's name of a setting."""
+    """Return the command-line option of a setting."""
     return "--" + name.replace("_", "-")
-
-
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise PoSEError(f"{option(name)} {value!r} is unknown; choose of {', '.join(allowed)}")
-
-
-def parse_tasks(text: str) -> dict[str, int | None]:
-    """`single=200,multi` → {"single": 200, "multi": None}.
-
-    Raises:
-        PoSEError: a count is no whole number, or a task is named twice.
-    """
-    tasks: dict[str, int | None] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        name, _, count = part.partition("=")
-        if name in tasks:
-            raise PoSEError(f"--tasks names {name} twice; name it once, with one count")
-        try:
-            tasks[name] = int(count) if count else None
-        except ValueError:
-            raise PoSEError(f"--tasks {part}: {count!r} is no number of rows; write e.g. {name}=100") from None
-    return tasks

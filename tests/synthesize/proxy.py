@@ -23,6 +23,8 @@ from tests.synthesize.server import Server
 
 # The proxy's own answer instead of the server's: "429 |said" or "429 code|said".
 REFUSALS = ("4", "5")
+# What "html" sends.
+PAGE = b"<html>gateway</html>"
 
 
 def _cut_content(reply: dict[str, Any]) -> None:
@@ -34,8 +36,21 @@ def _other_schema(reply: dict[str, Any]) -> None:
     reply["choices"][0]["message"]["content"] = '{"questions": [{"ask": "?"}]}'
 
 
+def _content_parts(reply: dict[str, Any]) -> None:
+    message = reply["choices"][0]["message"]
+    message["content"] = [{"type": "text", "text": message["content"]}]
+
+
 # What is changed inside an answer that arrives.
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "content parts": _content_parts,
+    "content number": lambda reply: reply["choices"][0]["message"].update(content=5),
+    "message text": lambda reply: reply["choices"][0].update(message="hello"),
+    "choices object": lambda reply: reply.update(choices={"a": 1}),
+    "usage list": lambda reply: reply.update(usage=[1]),
+    "usage text": lambda reply: reply["usage"].update(prompt_tokens="many", completion_tokens=1.5),
+    "usage negative": lambda reply: reply["usage"].update(prompt_tokens=-(10**9), completion_tokens=-1),
+    "usage huge": lambda reply: reply["usage"].update(prompt_tokens=10**400, completion_tokens=10**10),
     "not json": _cut_content,
     "wrong schema": _other_schema,
     "empty choices": lambda reply: reply.update(choices=[]),
@@ -157,7 +172,7 @@ class Proxy(Listening):
         elif seen.fault == "broken body":
             client.send(status, half)
         elif seen.fault == "html":
-            client.send(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
+            client.send(200, PAGE, {"Content-Type": "text/html"})
         else:
             if seen.fault:
                 reply = json.loads(data)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from email.utils import formatdate
 
 import pytest
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Biography, Characters, Questions, UnusableError, parse, parse_questions
-from pose_plugin.synthesize.ledger import Ledger
-from pose_plugin.synthesize.pace import Pace, backoff, retry_after
+from pose_plugin.synthesize.client import Pace
+from pose_plugin.synthesize.paid import Ledger
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import questions_from
@@ -28,6 +26,8 @@ LIFE = Biography(biography="x")
         '```json\n{"biography": "x"}\n```',
         'Sure, {here} it is: {"biography": "x"} Anything else?',
         '<think>{"biography": "no"}</think>{"biography": " x "}',
+        # Templates that open the tag in the prompt leave only the closing one.
+        '{"biography": "no"}</think>{"biography": "x"}',
         '{"note": 1} {"biography": "x"}',
         '{"biography": "x", "more": 1}',
     ],
@@ -73,7 +73,7 @@ def test_one_bad_question_does_not_spoil_the_others(tmp_path):
     }
     with pytest.raises(UnusableError, match="all 1 questions were dropped: quotes are not where"):
         questions_from(json.dumps({"questions": questions[3:4]}), 2, finder.any, settings)
-    believing = replace(settings, check_quotes=False)
+    believing = settings.model_copy(update={"check_quotes": False})
     assert len(questions_from(json.dumps({"questions": questions[3:4]}), 2, lambda each: [], believing)[0]) == 1
 
 
@@ -146,6 +146,12 @@ def test_shapes_of_an_answer_in_good_faith(shape, around):
     assert questions[0].quotes == {"one quote": ONE["quotes"][:1], "none": []}.get(shape, ONE["quotes"])
 
 
+def test_a_draft_in_the_thoughts_is_not_the_answer():
+    draft = json.dumps({"questions": [{**ONE, "question": "A draft?"}]})
+    questions, whole = parse_questions(f"First: {draft} Too easy.\n</think>\n\n{json.dumps(SHAPES['as asked'])}")
+    assert whole and [each.question for each in questions] == ["When?"]
+
+
 def test_line_breaks_in_strings_are_read():
     assert parse('{"biography": "a\nb"}', Biography).biography == "a\nb"
 
@@ -186,36 +192,12 @@ def test_pace_spaces_requests():
     pace = Pace(requests_per_minute=60)
     assert [pace.delay(10.0, 0) for _ in range(3)] == [0.0, 1.0, 2.0]
     assert pace.delay(20.0, 0) == 0.0
-    pace.pause(25.0)
-    assert pace.delay(21.0, 0) == 4.0
 
 
 def test_pace_spaces_tokens():
     pace = Pace(requests_per_minute=600, tokens_per_minute=6000)
     assert [round(pace.delay(0.0, 50), 6) for _ in range(2)] == [0.0, 0.5]
     assert Pace().delay(0.0, 10**9) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({}, None),
-        ({"retry-after": "7"}, 7.0),
-        ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
-        ({"retry-after": formatdate(1000.0, usegmt=True)}, 40.0),
-        ({"retry-after": formatdate(900.0, usegmt=True)}, 0.0),
-        ({"retry-after": "soon"}, None),
-        ({"retry-after": "nan"}, None),
-        ({"retry-after": "-3"}, 0.0),
-    ],
-)
-def test_retry_after(headers, seconds):
-    assert retry_after(headers, now=960.0) == seconds
-
-
-def test_backoff_doubles_to_a_limit():
-    for failures, most in ((1, 2.0), (2, 4.0), (3, 8.0), (10, 60.0)):
-        assert all(most / 2 <= backoff(failures, 2.0) <= most for _ in range(20))
 
 
 def test_budget_counts_what_is_on_its_way():

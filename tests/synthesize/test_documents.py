@@ -11,12 +11,10 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.synthesize.client import GivenUpError
-from pose_plugin.synthesize.copies import Copies, sketch
-from pose_plugin.synthesize.documents import pieces, spread, tidy
-from pose_plugin.synthesize.neutral import Neutral
-from pose_plugin.synthesize.reading import find_files, read
+from pose_plugin.synthesize.documents import Copies, find_files, pieces, read, sketch, spread, tidy
+from pose_plugin.synthesize.output import MarkerSplitter, described_settings
 from pose_plugin.synthesize.select import assign, collect
-from pose_plugin.synthesize.settings import Settings, parse_tasks
+from pose_plugin.synthesize.settings import parse_settings
 from pose_plugin.synthesize.tasks import single
 from pose_plugin.utils.errors import PoSEError
 from tests.synthesize.material import byte_tokenizer, story
@@ -26,7 +24,7 @@ from tests.synthesize.server import Server, documents_of, ends
 
 def settings(folder, **changes):
     values = {"inputs": (folder,), "output": folder / "out", "tokenizer": "t", "model": "m", "window": 6000}
-    return Settings(**{**values, "chunk_tokens": 600, **changes})
+    return parse_settings({**values, "chunk_tokens": 600, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +236,7 @@ def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path, capsys)
         line[line.index("--window") + 1] = "6100"
         # No row at all is no success.
         assert main(line) == 1
-    assert "no row came out" in capsys.readouterr().err
+    assert "there is no row" in capsys.readouterr().err
     found = manifest(tmp_path)
     assert found["left_out"] == {"rows longer than 6100 tokens (--window)": 4}
     assert found["rows"]["count"] == 0 and (tmp_path / "train.jsonl").read_text() == ""
@@ -255,15 +253,15 @@ def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path, capsys)
     ],
 )
 def test_markers(text, expected):
-    neutral = Neutral()
-    assert neutral(text)[0] == expected
-    assert neutral(expected) == (expected, 0)
+    split_markers = MarkerSplitter()
+    assert split_markers(text)[0] == expected
+    assert split_markers(expected) == (expected, 0)
 
 
 def test_the_tokenizers_own_markers():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["@@user", "Ω"]})
-    assert Neutral(tokenizer)("@@user Ω.") == ("@ @user .", 2)
+    assert MarkerSplitter(tokenizer)("@@user Ω.") == ("@ @user .", 2)
 
 
 def test_tidy():
@@ -286,14 +284,14 @@ def test_spread():
 
 
 BAD_FILES = {
-    "binary.txt": (b"\x00\x01\xff\xfe", "byte 2 is not UTF-8; it is no text; leave it out"),
+    "binary.txt": (b"\x00\x01\xff\xfe", "binary.txt: byte 2 is not UTF-8; it is not text"),
     "latin.txt": (b"caf\xe9 au lait", "latin.txt: byte 3 is not UTF-8; convert it (iconv -f LATIN1"),
     "wide.txt": ("a text".encode("utf-16"), "wide.txt: byte 0 is not UTF-8; convert it (iconv -f UTF-16"),
-    "torn.jsonl": (b'{"text": "a"}\n{"text": ', "torn.jsonl, line 2: no JSON"),
+    "torn.jsonl": (b'{"text": "a"}\n{"text": ', "torn.jsonl, line 2 is not JSON"),
     "list.jsonl": (b"[1]\n", "list.jsonl, line 1: a list, not an object with 'text'"),
-    "other.jsonl": (b'{"body": "a", "id": 3}\n', "no field 'text'; there are body, id: say --text-field NAME"),
+    "other.jsonl": (b'{"body": "a", "id": 3}\n', "no field 'text'; give --text-field one of: body, id"),
     "number.jsonl": (b'{"text": 3}\n', "'text' is int, not text; see --text-field"),
-    "no.parquet": (b"PAR1 not", "no.parquet is no readable parquet file"),
+    "no.parquet": (b"PAR1 not", "no.parquet is not a readable parquet file"),
 }
 
 
@@ -306,37 +304,42 @@ def test_files_that_cannot_be_read(tmp_path, name):
 
 
 def test_inputs_that_are_not_there(tmp_path):
-    with pytest.raises(PoSEError, match=r"nowhere does not exist; name files or folders"):
+    with pytest.raises(PoSEError, match=r"nowhere does not exist"):
         find_files([tmp_path / "nowhere"])
     with pytest.raises(PoSEError, match="no document in"):
         find_files([tmp_path])
     (tmp_path / "a.pdf").write_text("x")
-    with pytest.raises(PoSEError, match=re.escape("ends in .pdf; readable are .txt, .md")):
+    with pytest.raises(PoSEError, match=re.escape("ends in .pdf; supported are .txt, .md")):
         find_files([tmp_path / "a.pdf"])
 
 
+# What a message names: the option, its value, and what it is limited by.
 BAD_SETTINGS = [
-    ({"window": 10}, "--window 10 cannot work: tokens of a row, at least 64"),
-    ({"concurrency": 0}, "--concurrency 0 cannot work: requests at a time, from 1 to 1000"),
-    ({"temperature": float("nan")}, "--temperature nan cannot work"),
-    ({"timeout": 0}, "--timeout 0 cannot work: seconds for one answer, from 0.01 to 86400"),
-    ({"tokens_per_minute": float("inf")}, "--tokens-per-minute inf cannot work"),
+    ({"window": 10}, "--window 10: Input should be greater than or equal to 64"),
+    ({"concurrency": 0}, "--concurrency 0: "),
+    ({"temperature": float("nan")}, "--temperature nan: "),
+    ({"timeout": 0}, "--timeout 0: "),
+    ({"tokens_per_minute": float("inf")}, "--tokens-per-minute inf: "),
     ({"max_tokens": 6000}, "--max-tokens 6000 leaves no room for questions in --window 6000; give at most 4500"),
-    ({"min_tokens": 5000}, "--min-tokens 5000 is not between 1 and the longest document, 4500"),
-    ({"tasks": {"compare": None}, "min_short": 600}, "--min-short 600 must be at least 1 and below --min-tokens 600"),
-    ({"tasks": {"poem": None}}, "--tasks 'poem' is unknown; choose of single, multi, compare, biography"),
-    ({"tasks": {"multi": 0}}, "--tasks multi=0 asks for no row"),
-    ({"tasks": {}}, "--tasks names none"),
-    ({"price_input": 1.0}, "one price is missing: give both"),
-    ({"price_input": -1.0, "price_output": 1.0}, "--price-input -1.0 is no amount"),
-    ({"budget": 5.0}, "--budget 5 needs prices to count by; add --price-input and --price-output"),
-    ({"base_url": "localhost:8000"}, "--base-url 'localhost:8000' is no address; write e.g. http://localhost:8000/v1"),
-    ({"base_url": "http://:80/v1"}, "--base-url 'http://:80/v1' is no address"),
-    ({"base_url": "http://my server/v1"}, "--base-url 'http://my server/v1' is no address"),
-    ({"base_url": "http://localhost:99999/v1"}, "--base-url 'http://localhost:99999/v1' is no address"),
-    ({"base_url": "http://localhost:port/v1"}, "--base-url 'http://localhost:port/v1' is no address"),
-    ({"model": " "}, "--model is empty; give a name"),
-    ({"longer": "cut"}, "--longer 'cut' is unknown; choose of drop, split"),
+    ({"min_tokens": 5000}, "--min-tokens 5000 is above --max-tokens 4500"),
+    ({"tasks": {"compare": None}, "min_short": 600}, "--min-short 600 must be below --min-tokens 600"),
+    ({"tasks": "poem"}, "--tasks poem 'poem': Input should be 'single', 'multi', 'compare' or 'biography'"),
+    ({"tasks": "multi=0"}, "--tasks multi '0': "),
+    ({"tasks": "single=x"}, "--tasks single 'x': "),
+    ({"tasks": "multi,multi=3"}, "--tasks multi,multi=3 names a task twice"),
+    ({"tasks": ""}, "--tasks {}: "),
+    ({"price_input": 1.0}, "give both --price-input and --price-output"),
+    ({"price_input": -1.0, "price_output": 1.0}, "--price-input -1.0: "),
+    ({"budget": 5.0}, "--budget 5 needs prices; add --price-input and --price-output"),
+    ({"base_url": "localhost:8000"}, "--base-url 'localhost:8000' is not an address"),
+    ({"base_url": "http://:80/v1"}, "--base-url 'http://:80/v1' is not an address"),
+    ({"base_url": "http://my server/v1"}, "--base-url 'http://my server/v1' is not an address"),
+    ({"base_url": "http://localhost:99999/v1"}, "--base-url 'http://localhost:99999/v1' is not an address"),
+    ({"base_url": "http://localhost:port/v1"}, "--base-url 'http://localhost:port/v1' is not an address"),
+    ({"base_url": "me:secret@localhost/v1"}, "--base-url 'localhost/v1' is not an address"),
+    ({"model": " "}, "--model ' ': "),
+    ({"longer": "cut"}, "--longer 'cut': Input should be 'drop' or 'split'"),
+    ({"window": 10, "longer": "cut"}, "--longer 'cut': "),
 ]
 
 
@@ -346,17 +349,23 @@ def test_settings_that_cannot_work(tmp_path, changes, message):
         settings(tmp_path, **changes)
 
 
-def test_tasks():
-    assert parse_tasks("single=20, multi") == {"single": 20, "multi": None}
-    with pytest.raises(PoSEError, match="'x' is no number of rows"):
-        parse_tasks("single=x")
-    with pytest.raises(PoSEError, match="names multi twice"):
-        parse_tasks("multi,multi=3")
+def test_tasks_and_languages_are_lists_with_commas(tmp_path):
+    given = settings(tmp_path, tasks="single=20, multi", languages="EN, de")
+    assert given.tasks == {"single": 20, "multi": None} and given.languages == ("en", "de")
+
+
+@pytest.mark.parametrize("key", ["sk-SECRET-0123456789", "AIza.SECRET"])
+def test_a_key_in_place_of_its_variables_name_is_not_repeated(tmp_path, key):
+    """Keys without a dash or dot look like a variable: the manifest holds no `key_variable` at all."""
+    with pytest.raises(PoSEError, match="--key-variable is not the name") as caught:
+        settings(tmp_path, key_variable=key)
+    assert "SECRET" not in str(caught.value)
+    assert "key_variable" not in described_settings(settings(tmp_path))
 
 
 WRONG_LINES = {
     ("--tokenizer", "nowhere"): "--tokenizer nowhere cannot be loaded",
-    ("--languages", "xx"): "--languages 'xx' cannot be told; use ISO 639-1 codes, e.g. en,de",
+    ("--languages", "xx"): "--languages 'xx' is not supported",
     ("--min-tokens", "4000"): "none of 4 documents can be used: 0 have 4000 to 4500 tokens, 4 are shorter",
 }
 
@@ -372,14 +381,14 @@ def test_a_key_is_wanted_where_there_is_no_own_server(place, tmp_path, capsys):
     line = arguments(place, tmp_path / "out", "http://x")
     del line[line.index("--base-url") : line.index("--base-url") + 2]
     assert main(line) == 2
-    assert "no key in $OPENAI_API_KEY: export it" in capsys.readouterr().err
+    assert "$OPENAI_API_KEY holds no key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("OPENAI_BASE_URL", "localhost:8000", "$OPENAI_BASE_URL 'localhost:8000' is no address; write e.g. http://"),
-        ("OPENAI_API_KEY", "sk-\u0430bc", "$OPENAI_API_KEY holds signs that no key has"),
+        ("OPENAI_BASE_URL", "localhost:8000", "$OPENAI_BASE_URL 'localhost:8000' is not an address"),
+        ("OPENAI_API_KEY", "sk-\u0430bc", "$OPENAI_API_KEY holds characters that no key has"),
     ],
 )
 def test_variables_that_cannot_work(place, tmp_path, capsys, monkeypatch, name, value, message):
@@ -394,7 +403,7 @@ def test_variables_that_cannot_work(place, tmp_path, capsys, monkeypatch, name, 
 def test_rows_from_elsewhere_are_not_written_over(place, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("mine")
     assert main([*arguments(place, tmp_path, "http://127.0.0.1:9/v1"), "--accept-changes"]) == 2
-    assert "has a train.jsonl from elsewhere" in capsys.readouterr().err
+    assert "has a train.jsonl but no manifest.json" in capsys.readouterr().err
     assert (tmp_path / "train.jsonl").read_text() == "mine"
 
 

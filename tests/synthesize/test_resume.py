@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from pose_plugin.cli.main import main
-from pose_plugin.synthesize.client import Asker
-from pose_plugin.synthesize.journal import Journal
+from pose_plugin.synthesize.client import Client
+from pose_plugin.synthesize.paid import Answers
 from tests.forked import LIMIT, forked
 from tests.synthesize.material import story
 from tests.synthesize.processes import count_lines, start, wait_for
@@ -42,7 +42,7 @@ def test_killed_half_way_and_resumed(place, tmp_path):
         assert (len(arrived), len(lost)) == (6, 3)
         # As if the kill had come in the middle of a write.
         with journal.open("ab") as file:
-            file.write(b'{"key": "torn')
+            file.write(b'\n{"key": "torn')
         proxy.hold_after = None
         process = start(line)
         output = process.communicate()
@@ -85,11 +85,11 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
                 proxy.release()
 
         def case() -> int:
-            def stop(asker: Asker, reason: str) -> None:
-                known(asker, reason)
+            def stop(client: Client, reason: str) -> None:
+                known(client, reason)
                 (tmp_path / "interrupted").touch()
 
-            known, Asker.stop = Asker.stop, stop  # type: ignore[method-assign] - in this child alone
+            known, Client.stop = Client.stop, stop  # type: ignore[method-assign] - in this child alone
             (tmp_path / "pid").write_text(str(os.getpid()))
             return main(line)
 
@@ -98,7 +98,7 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
         outcome = forked(case)
         helper.join()
     assert outcome.value == 1
-    told = outcome.output.index("once more ends at once")
+    told = outcome.output.index("interrupt again to end at once")
     assert told < outcome.output.index("stopped: interrupted")
     # The three that were open were answered and kept; none was begun after the interrupt.
     assert count_lines(tmp_path / "journal.jsonl") == 7 == len(proxy.log)
@@ -109,12 +109,12 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
 
 def test_two_runs_in_one_folder(place, tmp_path, capsys):
     pytest.importorskip("fcntl")
-    journal = Journal(tmp_path / "journal.jsonl")
+    answers = Answers(tmp_path / "journal.jsonl", write=True)
     with Server() as server:
         assert main(arguments(place, tmp_path, server.url)) == 2
         assert "is being written by another run" in capsys.readouterr().err
         assert server.log == []
-    journal.close()
+    answers.close()
 
 
 def test_a_disk_without_locks(one_book, tmp_path, capsys, monkeypatch):
@@ -135,10 +135,15 @@ def test_damaged_lines_are_asked_for_again(one_book, tmp_path, capsys):
         assert main(line) == 0
         path = tmp_path / "journal.jsonl"
         stored = path.read_text().splitlines(keepends=True)
-        path.write_text("".join([stored[0], "\0\0\0\n", '{"key": 1}\n', *stored[2:]]))
+        # Lines that earlier versions could write: parts as content, and tokens as text.
+        poisoned = [json.loads(row) for row in stored[1:3]]
+        poisoned[0] |= {"content": [{"type": "text", "text": "?"}]}
+        poisoned[1] |= {"input_tokens": "many"}
+        rows = [*(json.dumps(row) + "\n" for row in poisoned), "\0\0\0\n", '{"key": 1}\n', *stored[3:]]
+        path.write_text("".join(rows))
         assert main(line) == 0
-        assert len(server.log) == 6
-    assert "journal.jsonl: 2 damaged lines are ignored" in capsys.readouterr().err
+        assert len(server.log) == 7
+    assert "journal.jsonl: 4 damaged lines are ignored" in capsys.readouterr().err
 
 
 CHANGES = {

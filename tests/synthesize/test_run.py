@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pose_plugin.cli.main import main
+from pose_plugin.synthesize import client
 from tests.synthesize.proxy import faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, documents_of, write_answer
@@ -87,23 +88,21 @@ def test_progress_and_messages(one_book, tmp_path, capfd):
 
 
 def test_rates_reach_the_pace(one_book, tmp_path, monkeypatch):
-    """How it spaces is tested by itself; here, that every request books its place with its tokens."""
-    from pose_plugin.synthesize import client as asking
+    """Each request reserves a start with its tokens. How they are spaced is tested by itself."""
+    reserved = []
 
-    booked = []
-
-    class Watched(asking.Pace):
+    class Watched(client.Pace):
         def delay(self, now, tokens):
-            booked.append((self._seconds_a_request, self._seconds_a_token, tokens))
+            reserved.append((self._per_request, self._per_token, tokens))
             return super().delay(now, tokens)
 
-    monkeypatch.setattr(asking, "Pace", Watched)
+    monkeypatch.setattr(client, "Pace", Watched)
     rates = ("--requests-per-minute", "6000", "--tokens-per-minute", "6e7", "--answer-tokens", "100")
     with Server() as server:
         assert main(arguments(one_book, tmp_path, server.url, *rates)) == 0
-    assert len(booked) == 5 and {each[:2] for each in booked} == {(0.01, 1e-6)}
+    assert len(reserved) == 5 and {each[:2] for each in reserved} == {(0.01, 1e-6)}
     # A piece of at most 600 tokens, the prompt's own 350 and the longest answer.
-    assert all(750 <= tokens <= 1050 for _, _, tokens in booked)
+    assert all(750 <= tokens <= 1050 for _, _, tokens in reserved)
 
 
 def test_an_error_of_ours_stops_the_others(place, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The tasks: one file each, with `forecast` and `make`. A new one is a file, a line here, and its name in settings."""
+"""The tasks. Each is one file with `forecast` and `make`, a line here, and a name in settings.py."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""What the tasks share."""
+"""What the tasks share: items, excerpts of documents, and the questions of an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Question, UnusableError, parse_questions
-from pose_plugin.synthesize.client import Asker, GivenUpError, Request
+from pose_plugin.synthesize.client import Client, GivenUpError, Request
 from pose_plugin.synthesize.documents import Document, pieces, spread
 from pose_plugin.synthesize.output import Turn
 from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.settings import Settings
 
-# A prompt's own words, in tokens of any tokenizer that has seen English.
+# Tokens of a prompt's own words, in any tokenizer that was trained on English.
 PROMPT_TOKENS = 350
 
 
@@ -26,8 +26,7 @@ class Item:
     """A row to be made.
 
     Attributes:
-        id: of task and documents; the same in every run.
-        text: gives what the first user turn carries.
+        id: hash of the task and its documents, the same in every run.
     """
 
     id: str
@@ -41,7 +40,7 @@ class Item:
 
 @dataclass
 class Made:
-    """What came of an item: turns for the row, what was left out of them and why."""
+    """The turns that were made for a row, and what was left out and why."""
 
     turns: list[Turn] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -54,7 +53,7 @@ def item_of(task: str, documents: list[Document]) -> Item:
 
 
 def excerpts(document: Document, text: str, settings: Settings) -> list[str]:
-    """The whole text if it fits into one request, else pieces of it that do, evenly spread."""
+    """Return the whole text if it fits into one request, else pieces that do, evenly spaced."""
     if document.tokens <= settings.request_tokens:
         return [text]
     parts = pieces(text, document.tokens, min(settings.chunk_tokens, settings.request_tokens))
@@ -62,22 +61,25 @@ def excerpts(document: Document, text: str, settings: Settings) -> list[str]:
 
 
 def shortened(shown: list[str]) -> list[str]:
-    """What a prompt says where `excerpts` had to leave something out."""
+    """Return what a prompt adds if `excerpts` left something out."""
     return [prompts.EXCERPTS] if len(shown) > 1 else []
 
 
 def tokens_of(document: Document, texts: list[str]) -> int:
-    """Tokens of passages, by the document's own characters a token, with the prompt around them."""
+    """Estimate the tokens of a prompt with these passages, by the document's mean characters per token."""
     return round(sum(map(len, texts)) * document.tokens / max(1, document.characters)) + PROMPT_TOKENS
 
 
 def questions_from(
-    content: str, count: int, shown: Callable[[list[str]], list[Span]], settings: Settings
+    content: str, count: int, find: Callable[[list[str]], list[Span]], settings: Settings
 ) -> tuple[list[Turn], Counter[str]]:
-    """Reads an answer of questions and keeps what can be relied on.
+    """Read an answer of questions, and keep up to `count` that are grounded in the text.
 
     Args:
-        shown: where the texts hold a question's quotes; nothing where that is less than the task asks for.
+        find: returns where a question's quotes are in the text; nothing if they prove less than the task asks for.
+
+    Returns:
+        The questions, and reason → questions that were dropped.
 
     Raises:
         UnusableError: none is left.
@@ -89,7 +91,7 @@ def questions_from(
     if not whole:
         dropped["rest of an answer that was cut off or broken"] += 1
     for question in questions:
-        quotes = shown(question.quotes)
+        quotes = find(question.quotes)
         problem = _problem(question, quotes, settings, seen)
         if problem:
             dropped[problem] += 1
@@ -99,19 +101,6 @@ def questions_from(
         why = f"all {len(questions)} questions were dropped: {', '.join(dropped)}" if questions else "no question"
         raise UnusableError(why)
     return turns, dropped
-
-
-def questions_into(
-    made: Made, count: int, shown: Callable[[list[str]], list[Span]], settings: Settings
-) -> Callable[[str], list[Turn]]:
-    """`questions_from` as what a request accepts; the questions that are dropped are counted in `made`."""
-
-    def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, count, shown, settings)
-        made.dropped += dropped
-        return turns
-
-    return accept
 
 
 def _problem(question: Question, quotes: list[Span], settings: Settings, seen: set[str]) -> str | None:
@@ -124,19 +113,31 @@ def _problem(question: Question, quotes: list[Span], settings: Settings, seen: s
     return "quotes are not where they should be in the text" if settings.check_quotes and not quotes else None
 
 
-async def ask_all(ask: Asker, requests: list[Request[Any]], made: Made) -> list[Any]:
-    """Asks at once. Returns a value for each request, None where it was given up, which is noted."""
+def questions_into(
+    made: Made, count: int, find: Callable[[list[str]], list[Span]], settings: Settings
+) -> Callable[[str], list[Turn]]:
+    """Return `questions_from` as the `accept` of a request. It counts dropped questions in `made`."""
+
+    def accept(content: str) -> list[Turn]:
+        turns, dropped = questions_from(content, count, find, settings)
+        made.dropped += dropped
+        return turns
+
+    return accept
+
+
+async def ask_all(client: Client, requests: list[Request[Any]], made: Made) -> list[Any]:
+    """Send requests at once. Returns a value for each, None if it was given up, which `made` records."""
 
     async def one(request: Request[Any]) -> Any:
         try:
-            return await ask(request)
+            return await client(request)
         except GivenUpError as error:
             made.given_up.append(f"{request.part}: {error}")
             return None
 
-    waiting: list[Coroutine[Any, Any, Any]] = [one(request) for request in requests]
-    results = await asyncio.gather(*waiting, return_exceptions=True)
-    # Answers that were on their way are in the journal by now.
+    # Wait for all, so that answers in flight reach the journal, before an error is raised.
+    results = await asyncio.gather(*map(one, requests), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -1,4 +1,4 @@
-"""Multi-detail questions over several short documents on one subject: what they share and where they differ."""
+"""Questions over several short documents on one subject: what they share and where they differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.client import Client, Request
 from pose_plugin.synthesize.documents import Document
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
@@ -14,12 +14,12 @@ from pose_plugin.synthesize.tasks.common import PROMPT_TOKENS, Item, Made, ask_a
 
 
 def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
-    """Input tokens of each request, at most."""
+    """Return the most prompt tokens of each request."""
     return [sum(document.tokens for document in documents) + PROMPT_TOKENS]
 
 
-async def make(item: Item, settings: Settings, ask: Asker) -> Made:
-    """Raises StopError."""
+async def make(item: Item, settings: Settings, client: Client) -> Made:
+    """Make the turns of a row. Raises StopError."""
     texts = [document.text for document in item.documents]
     made = Made()
     accept = questions_into(made, settings.questions, Finder(texts).several, settings)
@@ -30,5 +30,5 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
         form=prompts.QUESTIONS_FORM,
     )
     request = Request(item.id, "group", text, Questions, item.tokens + PROMPT_TOKENS, accept)
-    made.turns = (await ask_all(ask, [request], made))[0] or []
+    made.turns = (await ask_all(client, [request], made))[0] or []
     return made

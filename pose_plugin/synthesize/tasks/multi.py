@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.client import Client, Request
 from pose_plugin.synthesize.documents import Document
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
@@ -23,12 +23,12 @@ from pose_plugin.synthesize.tasks.common import (
 
 
 def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
-    """Input tokens of each request, at most."""
+    """Return the most prompt tokens of each request."""
     return [min(settings.request_tokens, documents[0].tokens) + PROMPT_TOKENS]
 
 
-async def make(item: Item, settings: Settings, ask: Asker) -> Made:
-    """Raises StopError."""
+async def make(item: Item, settings: Settings, client: Client) -> Made:
+    """Make the turns of a row. Raises StopError."""
     (document,) = item.documents
     shown = excerpts(document, document.text, settings)
     made = Made()
@@ -41,5 +41,5 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
         form=prompts.QUESTIONS_FORM,
     )
     request = Request(item.id, "document", text, Questions, tokens_of(document, shown), accept)
-    made.turns = (await ask_all(ask, [request], made))[0] or []
+    made.turns = (await ask_all(client, [request], made))[0] or []
     return made

@@ -1,7 +1,7 @@
-"""Single-detail questions: each is about one piece of a long document, and the reader has to find it.
+"""Single-detail questions: each is about one passage of a long document, and the reader has to find it.
 
-The writer sees pieces of `chunk_tokens` only, one of each fifth of the document, so that it costs a fraction of the
-document's length and every depth is asked about. (The data of arXiv 2404.19553 asks about one piece a document.)
+The model that writes sees only passages of `chunk_tokens`, one from each fifth of the document. So a row costs a
+fraction of the document's length, and all depths are asked about. (arXiv 2404.19553 takes one passage per document.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.client import Asker, Request
+from pose_plugin.synthesize.client import Client, Request
 from pose_plugin.synthesize.documents import Document, pieces
 from pose_plugin.synthesize.output import Turn
 from pose_plugin.synthesize.quotes import Finder
@@ -29,17 +29,17 @@ PIECES = 5
 
 
 def forecast(documents: Sequence[Document], settings: Settings) -> list[int]:
-    """Input tokens of each request, at most."""
+    """Return the most prompt tokens of each request."""
     (document,) = documents
     most = min(PIECES, settings.questions)
-    # Pieces end with paragraphs, so there are more than would fill the document; it is read where that matters.
+    # Pieces end with paragraphs, so their number must be counted if it may be smaller than `most`.
     if document.tokens < most * settings.chunk_tokens:
         most = min(most, len(pieces(document.text, document.tokens, settings.chunk_tokens)))
     return [min(settings.chunk_tokens, document.tokens) + PROMPT_TOKENS] * most
 
 
-async def make(item: Item, settings: Settings, ask: Asker) -> Made:
-    """Raises StopError."""
+async def make(item: Item, settings: Settings, client: Client) -> Made:
+    """Make the turns of a row. Raises StopError."""
     (document,) = item.documents
     draw = random.Random(f"{settings.seed} {item.id}")
     text = document.text
@@ -47,11 +47,11 @@ async def make(item: Item, settings: Settings, ask: Asker) -> Made:
     chosen = _one_of_each_stretch(parts, min(PIECES, settings.questions), draw)
     made, requests = Made(), []
     for number, part in enumerate(chosen):
-        # The remainder of the questions goes to the first pieces.
+        # The first pieces get the remainder of the questions.
         count = settings.questions // len(chosen) + (number < settings.questions % len(chosen))
         requests.append(_request(item, number, part, text.index(part), count, settings, made))
-    turns = [turn for found in await ask_all(ask, requests, made) if found for turn in found]
-    # In the order of the text, where the last answer was would tell where to look for the next.
+    turns = [turn for found in await ask_all(client, requests, made) if found for turn in found]
+    # In the order of the text, the last answer's place would reveal where the next one is.
     draw.shuffle(turns)
     made.turns = turns
     return made

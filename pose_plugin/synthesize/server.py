@@ -1,0 +1,292 @@
+"""Requests to an OpenAI-compatible server: the parameters that it accepts, its errors and its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from pose_plugin.synthesize.settings import FORMATS, Settings, without_password
+from pose_plugin.utils.errors import PoSEError
+
+# Seconds to connect. A machine that does not exist often does not refuse the connection either.
+CONNECT = 30.0
+# What servers say of a prompt and an answer that are longer than their context, and what to do about it.
+_TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
+SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
+# A shorter key is a placeholder such as `none`, which is also a word of documents.
+SHORTEST_KEY = 8
+# More tokens than any request has.
+MOST_TOKENS = 10**9
+
+
+class FaultError(Exception):
+    """A request got no answer, although it was repeated.
+
+    Attributes:
+        spoilt: whether something came that is not an answer, which the openai client does not repeat.
+    """
+
+    def __init__(self, reason: str, spoilt: bool = False) -> None:
+        super().__init__(reason)
+        self.spoilt = spoilt
+
+
+class RefusedError(Exception):
+    """The server will never accept this request, but it may accept others."""
+
+
+class StopError(Exception):
+    """No request can succeed: the key, the model, the server or the money is missing."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. Tokens are None if the server does not count them."""
+
+    content: str
+    finish: str
+    input_tokens: int | None
+    output_tokens: int | None
+    model: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The parameters that a server accepts, as learned from what it refuses. The manifest records them."""
+
+    answer_format: str
+    length_parameter: str = "max_tokens"
+    temperature_sent: bool = True
+    limits_sent: bool = True
+    seed_sent: bool = True
+
+    def without(self, refusal: str, may_change_format: bool) -> Dialect | None:
+        """Return the dialect without the parameter that a refusal names, None if it names none that is sent."""
+        refusal = refusal.lower()
+        if "max_completion_tokens" in refusal and self.length_parameter == "max_tokens":
+            return replace(self, length_parameter="max_completion_tokens")
+        if "temperature" in refusal and self.temperature_sent:
+            return replace(self, temperature_sent=False)
+        if re.search(r"\bseed\b", refusal) and self.seed_sent:
+            return replace(self, seed_sent=False)
+        if "maxitems" in refusal and self.limits_sent:
+            return replace(self, limits_sent=False)
+        if (
+            may_change_format
+            and self.answer_format != "text"
+            and re.search(r"response_format|json_|grammar|schema", refusal)
+        ):
+            return replace(self, answer_format=FORMATS[FORMATS.index(self.answer_format) + 1])
+        return None
+
+    def parameters(self, form: type[BaseModel], answer_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        """Return the parameters of a request, besides model and messages."""
+        values: dict[str, Any] = {self.length_parameter: answer_tokens}
+        if self.temperature_sent:
+            values["temperature"] = temperature
+        if self.seed_sent:
+            values["seed"] = seed
+        if self.answer_format != "text":
+            values["response_format"] = self._response_format(form)
+        return values
+
+    def _response_format(self, form: type[BaseModel]) -> dict[str, Any]:
+        if self.answer_format == "object":
+            return {"type": "json_object"}
+        schema = form.model_json_schema()
+        if not self.limits_sent:
+            for part in (schema, *schema.get("$defs", {}).values()):
+                for value in part["properties"].values():
+                    value.pop("maxItems", None)
+        if self.answer_format == "object-schema":
+            return {"type": "json_object", "schema": schema}
+        return {"type": "json_schema", "json_schema": {"name": form.__name__.lower(), "strict": True, "schema": schema}}
+
+
+class Server:
+    """A server and what is known of it.
+
+    Attributes:
+        dialect: the parameters that it accepts.
+        sent, repeated: requests, and those of them that the openai client repeated.
+
+    Args:
+        key: the server's key, "none" if it needs none.
+    """
+
+    def __init__(self, settings: Settings, key: str) -> None:
+        self._openai = openai = _openai()
+        self._settings = settings
+        # Some servers repeat the key that they refuse, or insert spaces into it.
+        self._key = re.compile(r"\s*".join(map(re.escape, key))) if len(key) >= SHORTEST_KEY else None
+        # Silence ends a request after --timeout seconds, and the client repeats it.
+        limit = openai.Timeout(settings.timeout, connect=min(settings.timeout, CONNECT))
+        self._client = openai.AsyncOpenAI(
+            base_url=settings.base_url, api_key=key, timeout=limit, max_retries=settings.retries,
+            http_client=self._http_client(),
+        )  # fmt: skip
+        self.address = without_password(str(self._client.base_url))
+        self.dialect = Dialect("schema" if settings.answer_format == "auto" else settings.answer_format)
+        self.sent = self.repeated = 0
+        self._reached = self._answered = False
+
+    def _http_client(self) -> Any:
+        server, settings = self, self._settings
+
+        class Attempts(self._openai.DefaultAsyncHttpxClient):  # type: ignore[name-defined]
+            """Sees each attempt, with those that the openai client makes by itself."""
+
+            async def send(self, request: Any, **options: Any) -> Any:
+                if request.headers.get("x-stainless-retry-count", "0") != "0":
+                    server.repeated += 1
+                    await asyncio.sleep(settings.retry_wait)
+                server.sent += 1
+                # Timeouts of HTTP clients limit silence. A server that sends single bytes would hold a request forever.
+                return await asyncio.wait_for(super().send(request, **options), 2 * settings.timeout)
+
+        return Attempts()
+
+    def described(self) -> dict[str, Any]:
+        """Return what the manifest records of the server."""
+        return {"base_url": self.address, **asdict(self.dialect)}
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ask(self, text: str, form: type[BaseModel], seed: int) -> Reply:
+        """Send one request. Send it again without a parameter that the server refuses.
+
+        Raises:
+            FaultError, RefusedError, StopError
+        """
+        settings = self._settings
+        while True:
+            dialect = self.dialect
+            parameters = dialect.parameters(form, settings.answer_tokens, settings.temperature, seed)
+            messages = [{"role": "user", "content": text}]
+            try:
+                raw = await self._client.chat.completions.with_raw_response.create(
+                    model=settings.model, messages=messages, **parameters
+                )
+            except Exception as error:
+                if not self._adapt(error, dialect):
+                    raise self._translated(error) from None
+            else:
+                self._reached = True
+                return self._reply(raw.content)
+
+    def _adapt(self, error: Exception, used: Dialect) -> bool:
+        """Learn from a refusal. Return whether the request may be sent again."""
+        if getattr(error, "status_code", None) not in (400, 422, 500, 501):
+            return False
+        if used == self.dialect:
+            learned = used.without(str(getattr(error, "message", "")), self._settings.answer_format == "auto")
+            if learned is None:
+                return False
+            self.dialect = learned
+        return True  # this request learned it, or another one meanwhile
+
+    def _reply(self, body: bytes) -> Reply:
+        """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same."""
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or "choices" not in found:
+            start = self._clean(body[:400].decode("utf-8", "replace"), 80)
+            reason = f"the answer is not a chat completion but {start!r}; --base-url mostly ends in /v1"
+            raise FaultError(reason, spoilt=True)
+        self._answered = True
+        content = _at(found, "choices", 0, "message", "content")
+        if isinstance(content, list):  # of parts
+            content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
+        return Reply(
+            content=self._without_key(content) if isinstance(content, str) else "",
+            finish=self._clean(str(_at(found, "choices", 0, "finish_reason"))),
+            input_tokens=_count(_at(found, "usage", "prompt_tokens")),
+            output_tokens=_count(_at(found, "usage", "completion_tokens")),
+            model=self._clean(str(found.get("model") or "")),
+        )
+
+    def _translated(self, error: Exception) -> Exception:
+        openai, settings = self._openai, self._settings
+        cause = error.__cause__ or error
+        if isinstance(error, openai.APIStatusError):
+            self._reached = True
+            return self._of_status(error)
+        if isinstance(cause, asyncio.TimeoutError) or isinstance(error, openai.APITimeoutError):
+            # The client repeats a request after silence; too slow an answer it does not.
+            reason = f"no answer within {settings.timeout:g} s (--timeout)"
+            return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
+        if isinstance(error, openai.APIConnectionError):
+            why = self._clean(f"{type(cause).__name__}: {cause}")
+            # By name, because versions of the client connect with different libraries.
+            if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
+                self._reached = True
+                return FaultError(why)
+            missing = f"no connection to {self.address} ({why})"
+            if self._reached:
+                return FaultError(missing)
+            tries = settings.retries + 1
+            return StopError(f"{missing} in {tries} tries (--retries); start the server there, or correct --base-url")
+        return error
+
+    def _of_status(self, error: Any) -> Exception:
+        status, body = error.status_code, error.body if isinstance(error.body, dict) else {}
+        said = self._clean(f"{status}: {body.get('message') or error.message}")
+        if status == 402 or "insufficient_quota" in (error.code, error.type):
+            return StopError(f"the server requires payment ({said})")
+        if status == 401:
+            return StopError(f"the server refuses every request ({said}); check the key")
+        if status == 404 and not self._answered:
+            return StopError(
+                f"the server refuses every request ({said}); check --model and --base-url, which mostly ends in /v1"
+            )
+        if status in (408, 409, 429) or status >= 500:
+            wait = error.response.headers.get("retry-after")
+            return FaultError(said if wait is None else f"{said}; it asks to wait {self._clean(wait, 40)} s")
+        if status == 403:
+            # It may refuse this text only, so the run goes on.
+            return RefusedError(f"{said}; check the key, or whether the server rejects this text")
+        return RefusedError(f"{said}; {SHORTER}" if status == 413 or _TOO_LONG.search(said) else said)
+
+    def _clean(self, text: str, length: int = 300) -> str:
+        """Return text of the server as it may be shown and stored: in one line, short, without the key.
+
+        Everything from the server passes here or through `_without_key`, as the manifest is published with the data.
+        """
+        text = " ".join(self._without_key(text).split())
+        return text if len(text) <= length else text[:length] + "…"
+
+    def _without_key(self, text: str) -> str:
+        # A lone surrogate cannot be written to a file.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return self._key.sub("[key]", text) if self._key else text
+
+
+def _at(value: Any, *path: str | int) -> Any:
+    """Return what is at a path in JSON, None if there is nothing."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _count(value: Any) -> int | None:
+    """Return a count of tokens, None for what cannot be one: a negative count would lift the budget."""
+    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else None
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ImportError:
+        raise PoSEError('synthesize needs the openai client: pip install "pose-plugin[synthesize]"') from None
+    return openai
