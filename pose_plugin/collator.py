@@ -1,27 +1,27 @@
 """Wraps a data collator and gives its training batches skipped positions.
 
-The inner collator pads and stacks as always. This one chooses each document's window before it, and
-afterwards writes `position_ids` and what keeps the chunks of a document together:
+The inner collator pads and stacks as usual. This one cuts each document to its window before that, and afterwards
+writes `position_ids` and what keeps the chunks of a document together:
 
-- one document a row: a 2-D mask. With a mask, transformers does not read document borders out of the
-  positions; without one, every jump would cut the chunks apart and nothing long would be learned.
-- packed documents: no mask, and every document starts at position 0. FlashAttention opens a document where
-  the position is the row's smallest, and only in a batch of one row (see `one_row`); the other attention functions
-  need `attention.restart_boundaries`.
+- One document per row: a 2-D mask. With a mask, transformers does not read document borders from the positions. Without
+  one, every jump would cut the chunks apart and nothing long would be learned.
+- Packed documents: no mask, and every document starts at position 0. FlashAttention starts a document at the row's
+  smallest position, and only in a batch of one row (see `one_row`); the other attention functions need
+  `attention.restart_boundaries`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 
 from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.positions import BORDERED, Window, draw_windows, plain_window, turn_borders
-from pose_plugin.positions.chat import turn_tokens
-from pose_plugin.positions.sentences import SentenceEnds
+from pose_plugin.positions import Window, draw_windows, make_sampler, plain_window
+from pose_plugin.positions.samplers import BorderFinder
 from pose_plugin.utils.errors import PoSEError
 
 Feature = Mapping[str, Any]
@@ -30,24 +30,65 @@ DrawWindows = Callable[[Sequence[np.ndarray]], list[Window]]
 
 IGNORED_LABEL = -100
 _MOST_WORKERS = 256
-# Bookkeeping columns of the frameworks which are not model inputs and would not stack.
+# TRL's masks of what is in the loss, in rows that its own collator has not turned into labels yet.
 _MASKS = ("assistant_masks", "completion_mask")
+# Bookkeeping columns of the frameworks, which are not model inputs and could not be stacked.
 _DROPPED = ("position_ids", "length", "seq_lengths")
+
+
+class Packing(str, Enum):
+    """How a row hands over several documents. `Packing | None`: None if each row is one document."""
+
+    LISTS = "lists"
+    """A list of features, as from Axolotl's multipack sampler."""
+    SEQ_LENGTHS = "seq_lengths"
+    """One feature with the lengths of its documents in a column `seq_lengths`, as from TRL; or a padding-free batch."""
 
 
 class PositionCollator:
     """A collator around a collator.
 
     Args:
-        collate: the inner collator: takes a list of features (or, from Axolotl's multipack sampler, a list of
-            packs of features) and returns a batch of tensors with `input_ids` of shape (batch, length).
+        collate: the inner collator: takes a list of features (or, from Axolotl's multipack sampler, a list of packs of
+            features) and returns a batch of tensors with `input_ids` of shape (batch, length).
         settings: what to draw.
-        padding_side: "right" or "left"; used only where the inner collator returns no attention mask.
+        padding_side: "right" or "left"; used only if the inner collator returns no attention mask.
 
     Attributes:
         training: False gives plain positions and whole documents, as evaluation needs them.
-        one_row: True puts packed rows one behind the other into a single one, as FlashAttention needs it.
-        packs: whether the trainer was made ready for packed rows; None where no trainer was.
+        one_row: True puts the packed rows of a batch one after the other into a single row, as FlashAttention needs it.
+        packs: whether the trainer is set up for packed rows; None if no trainer is bound.
+
+    Example:
+        >>> pad = DataCollatorForSeq2Seq(tokenizer)
+        >>> first = {"input_ids": [10, 11, 12, 13, 14, 15], "labels": [10, 11, 12, 13, 14, 15]}
+        >>> second = {"input_ids": [20, 21, 22], "labels": [20, 21, 22]}
+
+        One document per row:
+
+        >>> collator = PositionCollator(pad, {"target_length": 64})
+        >>> show(collator([first, second]))
+        input_ids      [[10, 11, 12, 13, 14, 15], [20, 21, 22, 0, 0, 0]]
+        labels         [[10, 11, 12, 13, 14, 15], [20, 21, 22, -100, -100, -100]]
+        attention_mask [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
+        position_ids   [[0, 1, 2, 3, 4, 31], [0, 1, 29, 0, 1, 2]]
+
+        Packed documents, here by a padding-free collator; the positions of a document are the same:
+
+        >>> packed = PositionCollator(DataCollatorWithFlattening(), {"target_length": 64})
+        >>> show(packed([first, second]))
+        input_ids      [[10, 11, 12, 13, 14, 15, 20, 21, 22]]
+        labels         [[-100, 11, 12, 13, 14, 15, -100, 21, 22]]
+        position_ids   [[0, 1, 2, 3, 4, 31, 0, 1, 29]]
+
+        A window of four tokens, one piece of the document per chunk. There is no loss on the token after the seam:
+
+        >>> skip = PositionCollator(pad, {"target_length": 64, "train_length": 4, "content": "skip", "seed": 2})
+        >>> show(skip([first]))
+        input_ids      [[10, 11, 13, 14]]
+        labels         [[10, 11, -100, 14]]
+        attention_mask [[1, 1, 1, 1]]
+        position_ids   [[0, 1, 53, 54]]
     """
 
     def __init__(self, collate: Collate, settings: PoSESettings | dict[str, Any], padding_side: str = "right") -> None:
@@ -57,39 +98,42 @@ class PositionCollator:
         self.training = True
         self.one_row = False
         self.packs: bool | None = None
+        self._sampler = make_sampler(self.settings)
+        self._find: BorderFinder | None = None
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        # One line a worker, so that none overwrites another's count: rows, rows with a skip, tokens, farthest,
-        # rows that show no borders, rows without one in their window.
+        # One line per worker, so that none overwrites another's count: documents, documents with a skip, tokens,
+        # farthest position, documents that show no borders, documents without one in their window.
         self._counts = torch.zeros(_MOST_WORKERS, 6, dtype=torch.int64).share_memory_()
-        self._find: _Finder | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch that positions are drawn for, 0, 1, …"""
+        """Return the epoch that positions are drawn for: 0, 1, …"""
         return int(self._epoch.item())
 
     def set_epoch(self, epoch: int) -> None:
-        """Positions are drawn anew for `epoch`; also reaches dataloader workers that are already running."""
+        """Draw new positions from now on, those of `epoch`; also reaches dataloader workers that already run."""
         self._epoch.fill_(epoch)
 
     @property
     def tokenizer(self) -> Any:
-        """The inner collator's tokenizer; trainers look for it here when they save."""
+        """Return the inner collator's tokenizer; trainers look for it here when they save."""
         return getattr(self.collate, "tokenizer", None)
 
     def plain(self) -> PositionCollator:
-        """The same collator for evaluation: plain positions, whole documents."""
+        """Return the same collator for evaluation: plain positions, whole documents."""
         other = PositionCollator(self.collate, self.settings, self.padding_side)
         other.training = False
         other.one_row = self.one_row
         return other
 
     def trained(self) -> dict[str, int]:
-        """What was drawn so far in this process: documents, skipped (those with a jump), tokens, farthest position.
+        """Count what was drawn so far in this process.
 
-        With a sampler that jumps at borders also anywhere (documents that show no borders, which were cut anywhere)
-        and uncut (documents with no border in their window, which stayed plain).
+        Returns:
+            documents; skipped (those with a jump); tokens; farthest (the farthest position). For samplers that jump at
+            borders also anywhere (documents without any border, which were cut anywhere) and uncut (documents without
+            a border in their window, which stayed plain).
         """
         counts = self._counts
         bordered = {"anywhere": int(counts[:, 4].sum()), "uncut": int(counts[:, 5].sum())}
@@ -98,59 +142,67 @@ class PositionCollator:
             "skipped": int(counts[:, 1].sum()),
             "tokens": int(counts[:, 2].sum()),
             "farthest": int(counts[:, 3].max()),
-            **(bordered if self.settings.sampler in BORDERED else {}),
+            **(bordered if self._sampler.border_finder is not None else {}),
         }
 
     def __call__(self, features: Sequence[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Collates features into a training batch.
+        """Collate features into a training batch.
 
         Args:
             features: dicts with `input_ids` (list or 1-D tensor) and any per-token columns; or packs of them.
+            args, kwargs: for the inner collator.
 
         Returns:
             The inner collator's batch with `position_ids` of shape (batch, length), int64, and either a 2-D
-            `attention_mask` (one document a row) or none (packed documents).
+            `attention_mask` (one document per row) or none (packed documents).
 
         Raises:
             PoSEError: a document longer than the target, 3-D positions, an inner collator that changes lengths.
         """
-        return self._assemble(features, self._draw, args, kwargs or {})
+        return self._assemble(features, self._draw, args, kwargs)
 
     def assemble(self, features: Sequence[Any], draw: DrawWindows) -> dict[str, Any]:
-        """`__call__` with the windows drawn by `draw`, for tests and the start-up self-test."""
+        """Collate with the windows that `draw` returns, for tests and the self-test at startup."""
         return self._assemble(features, lambda documents: draw([_tokens(each) for each in documents]), (), {})
 
     def _assemble(
-        self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: tuple, kwargs: dict
+        self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: Any, kwargs: Any
     ) -> dict[str, Any]:
-        packs, packed = _as_packs(features)
-        for pack in packs:
-            for feature in pack:
-                _require_one_document(feature)
-        packs = [[_unpadded(feature) for feature in pack] for pack in packs]
-        windows = draw([feature for pack in packs for feature in pack])
-        cut = iter([_cut(f, w) for f, w in zip((f for pack in packs for f in pack), windows, strict=True)])
-        inner: list[Any] = [[next(cut) for _ in pack] for pack in packs]
-        if not isinstance(features[0], list):
-            inner = [_joined(pack) if packed else pack[0] for pack in inner]
+        rows, packing = _rows_of(features)
+        for row in rows:
+            for document in row:
+                _require_one_document(document)
+        rows = [[_unpadded(document) for document in row] for row in rows]
+        windows = iter(draw([document for row in rows for document in row]))
+        of_rows = [[next(windows) for _ in row] for row in rows]
+        inner: list[Any] = [
+            [_cut(document, window) for document, window in zip(row, of_row, strict=True)]
+            for row, of_row in zip(rows, of_rows, strict=True)
+        ]
+        if packing is Packing.SEQ_LENGTHS:
+            inner = [_joined(row) for row in inner]
+        elif packing is None:
+            inner = [row[0] for row in inner]
         batch = dict(self.collate(inner, *args, **kwargs))
-        per_row = iter(windows)
-        return self._finish(batch, [[next(per_row) for _ in pack] for pack in packs], packed)
+        return self._finish(batch, of_rows, packing is not None)
 
     def _draw(self, features: list[Feature]) -> list[Window]:
         documents = [_tokens(feature) for feature in features]
         if not self.training:
             return [plain_window(len(tokens)) for tokens in documents]
-        borders = self.borders(features) if self.settings.sampler in BORDERED else None
+        borders = self.borders(features) if self._sampler.border_finder is not None else None
         windows = [_from_zero(window) for window in draw_windows(documents, self.settings, self.epoch, borders)]
         self._count(windows, borders)
         return windows
 
     def borders(self, features: Sequence[Feature]) -> list[np.ndarray | None]:
-        """Where each document may have a jump, for the samplers of `BORDERED`; see `turn_borders`, `SentenceEnds`."""
+        """Return where each document may have a jump; for samplers with a `border_finder`."""
         if self._find is None:
-            self._find = _Finder(self.settings.sampler, self.tokenizer)
-        return [self._find(feature) for feature in features]
+            assert self._sampler.border_finder is not None
+            self._find = self._sampler.border_finder(self.tokenizer)
+        # Only finders for chats read the labels, so others do not pay for their conversion.
+        chats = self._sampler.needs_chats
+        return [self._find(_tokens(feature), supervised(feature) if chats else None) for feature in features]
 
     def _count(self, windows: list[Window], borders: list[np.ndarray | None] | None = None) -> None:
         info = torch.utils.data.get_worker_info()
@@ -168,6 +220,13 @@ class PositionCollator:
                 line[5] += int(offered is not None and not (offered < size).any())
 
     def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packed: bool) -> dict[str, Any]:
+        """Write positions, mask and seam labels into the inner collator's batch.
+
+        Args:
+            batch: what the inner collator returned.
+            rows: the windows of each row.
+            packed: whether rows hold several documents.
+        """
         input_ids = batch["input_ids"]
         given = batch.pop("position_ids", None)
         if given is not None and given.ndim == 3:
@@ -180,9 +239,9 @@ class PositionCollator:
             rows, packed = [[window for row in rows for window in row]], True
         if packed and self.training and self.packs is False:
             raise PoSEError(
-                f"rows come packed (seq_lengths in the data, or a collator, {type(self.collate).__name__}, that joins "
-                "them), but the trainer was not told, and chunks would be cut apart. Let the trainer "
-                "pack (Axolotl: sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
+                f"rows are packed (by a column seq_lengths, or by the collator {type(self.collate).__name__}), but the "
+                "trainer is not set up for packed rows, and chunks would be cut apart. Let the trainer pack (Axolotl: "
+                "sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
             )
         length = input_ids.shape[1]
         positions = torch.empty(input_ids.shape, dtype=torch.int64)
@@ -194,7 +253,7 @@ class PositionCollator:
         for row, windows in enumerate(rows):
             size = sum(len(window.position_ids) for window in windows)
             begin = self._first_token(batch, row, size, packed)
-            # Padding counts from 0, so that where no mask hides it, it is a document of its own.
+            # Padding counts from 0: without a mask, it then is a separate document.
             positions[row, :begin] = torch.arange(begin)
             positions[row, begin + size :] = torch.arange(length - begin - size)
             mask[row, begin : begin + size] = 1
@@ -207,12 +266,12 @@ class PositionCollator:
         batch["position_ids"] = positions
         if packed:
             batch.pop("attention_mask", None)
-            return _one_behind_the_other(batch) if self.one_row else batch
+            return _one_row(batch) if self.one_row else batch
         batch["attention_mask"] = mask
         return batch
 
     def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:
-        """Where the row's tokens begin, behind any padding on the left."""
+        """Return the column at which the row's tokens begin, after any padding on the left."""
         length = batch["input_ids"].shape[1]
         mask = batch.get("attention_mask")
         if mask is not None and mask.ndim == 2:
@@ -233,26 +292,28 @@ class PositionCollator:
 
 
 def _from_zero(window: Window) -> Window:
-    """randpos starts anywhere: packed behind another document, such a start may lie above that document's end and
-    would be read as a jump inside it. Distances, all that rotary positions tell, stay what they were drawn.
+    """Shift positions so that they start at 0; rotary attention only depends on their distances.
+
+    randpos starts anywhere. In a packed row, a start above the last position of the document before would be read as
+    a jump inside that document.
     """
     first = int(window.position_ids[0])
     return Window(window.content, window.position_ids - first, window.seams) if first else window
 
 
-def _as_packs(features: Sequence[Any]) -> tuple[list[list[Feature]], bool]:
-    """Rows as lists of documents, and whether rows are packs (even if each holds one document)."""
+def _rows_of(features: Sequence[Any]) -> tuple[list[list[Feature]], Packing | None]:
+    """Return each row as the list of its documents, and how rows hand them over."""
     if not features:
         raise PoSEError("the collator was called with no features")
     if isinstance(features[0], list):
-        return [list(pack) for pack in features], True
+        return [list(pack) for pack in features], Packing.LISTS
     if "seq_lengths" in features[0]:
-        return [_split(feature) for feature in features], True
-    return [[feature] for feature in features], False
+        return [_split(feature) for feature in features], Packing.SEQ_LENGTHS
+    return [[feature] for feature in features], None
 
 
 def _split(feature: Feature) -> list[Feature]:
-    """The documents of a row that TRL packed: `seq_lengths` says where each ends."""
+    """Return the documents of a row that TRL packed; `seq_lengths` holds their lengths."""
     ends = np.cumsum(feature["seq_lengths"])
     size = len(feature["input_ids"])
     starts = [0, *ends[:-1]]
@@ -267,7 +328,7 @@ def _split(feature: Feature) -> list[Feature]:
 
 
 def _joined(documents: list[Feature]) -> Feature:
-    """The opposite of `_split`, after each document was cut to its window."""
+    """Undo `_split`, after each document was cut to its window."""
     joined: dict[str, Any] = {}
     for key, value in documents[0].items():
         if _per_token(value, len(documents[0]["input_ids"])):
@@ -279,7 +340,7 @@ def _joined(documents: list[Feature]) -> Feature:
 
 
 def _cut(feature: Feature, window: Window) -> Feature:
-    """Takes the window's tokens out of every per-token column."""
+    """Keep the window's tokens in every per-token column, and drop the columns that the batch does not need."""
     size = len(feature["input_ids"])
     if "labels" in feature and not _per_token(feature["labels"], size):
         raise PoSEError(
@@ -300,15 +361,15 @@ def _cut(feature: Feature, window: Window) -> Feature:
     return result
 
 
-def _one_behind_the_other(batch: dict[str, Any]) -> dict[str, Any]:
-    """Every tensor of shape (batch, length) as (1, batch · length)."""
+def _one_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """Reshape every tensor of shape (batch, length) to (1, batch · length)."""
     shape = batch["input_ids"].shape
     alike = {k: v.reshape(1, -1) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
     return {**batch, **alike}
 
 
 def _unpadded(feature: Feature) -> Feature:
-    """Takes padding off a row that was padded when it was tokenised; it would be trained as text."""
+    """Remove the padding of a row that was padded when it was tokenised; it would be trained as text."""
     mask = feature.get("attention_mask")
     if mask is None or not _per_token(mask, len(feature.get("input_ids", ()))):
         return feature
@@ -320,22 +381,22 @@ def _unpadded(feature: Feature) -> Feature:
     if end - begin != used.size:
         raise PoSEError(
             f"the attention_mask of one sample hides {end - begin - used.size} of its tokens in the middle; only "
-            "padding at its ends can be taken off. Remove the hidden tokens from the sample"
+            "padding at its ends can be removed. Remove the hidden tokens from the sample"
         )
     return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
 
 
 def _require_one_document(feature: Feature) -> None:
-    """Rows that were packed before they came here tell it by positions or a mask alone, which are written anew."""
+    """Reject rows that already hold several documents, as restarting position_ids or a numbered mask show."""
     size = len(feature.get("input_ids", ()))
     mask, positions = feature.get("attention_mask"), feature.get("position_ids")
     used = np.asarray(mask) if _per_token(mask, size) else np.ones(size, dtype=np.int64)
     found = f"an attention_mask that numbers {used.max()} documents" if used.size and used.max() > 1 else None
     if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[used != 0]) < 1).any()):
-        found = "position_ids that begin anew in the middle"
+        found = "position_ids that restart in the middle"
     if found:
         raise PoSEError(
-            f"a sample of {size} tokens has {found}: documents that were packed before would be trained as one. Give "
+            f"a sample of {size} tokens has {found}: packed documents would be trained as one. Give "
             "single documents and let the trainer pack, or name their lengths in a column seq_lengths; if the sample "
             "is one document, remove the column"
         )
@@ -345,33 +406,20 @@ def _per_token(value: Any, size: int) -> bool:
     return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
 
 
-class _Finder:
-    """Borders of a document. A class, as collators travel to workers by pickle."""
-
-    def __init__(self, sampler: str, tokenizer: Any) -> None:
-        self._turns = turn_tokens(tokenizer) if sampler == "turns" else None
-        self._sentences = SentenceEnds(tokenizer) if sampler == "sentences" else None
-
-    def __call__(self, feature: Feature) -> np.ndarray | None:
-        if self._sentences is not None:
-            return self._sentences.borders(_tokens(feature))
-        return turn_borders(_tokens(feature), supervised(feature), self._turns)
-
-
 def documents_of(row: Feature) -> list[Feature]:
-    """The documents of one row of a data set, as a training batch takes them."""
-    packs, _ = _as_packs([row])
-    return [_unpadded(feature) for feature in packs[0]]
+    """Return the documents of one row of a data set, as a training batch takes them."""
+    rows, _ = _rows_of([row])
+    return [_unpadded(feature) for feature in rows[0]]
 
 
 def supervised(feature: Feature) -> np.ndarray | None:
-    """Which tokens are in the loss, shape (n,); None where the row does not say."""
+    """Return which tokens are in the loss, shape (n,), bool; None if the row does not say."""
     size = len(feature["input_ids"])
     if _per_token(feature.get("labels"), size):
-        return np.asarray(feature["labels"]) != IGNORED_LABEL
-    # TRL's masks, where its own collator has not turned them into labels yet.
-    masks = [feature[name] for name in _MASKS if _per_token(feature.get(name), size)]
-    return np.logical_and.reduce([np.asarray(mask) != 0 for mask in masks]) if masks else None
+        trained: np.ndarray = np.asarray(feature["labels"]) != IGNORED_LABEL
+        return trained
+    masks = [np.asarray(feature[name]) != 0 for name in _MASKS if _per_token(feature.get(name), size)]
+    return np.logical_and.reduce(masks) if masks else None
 
 
 def _tokens(feature: Feature) -> np.ndarray:

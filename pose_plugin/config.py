@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from pose_plugin.positions.samplers import SAMPLERS, all_options, names_with
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
 
-SamplerName = Literal["pose", "clamped", "randpos", "cream", "turns", "sentences", "none"]
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 Measure = Literal["passkey", "perplexity", "needle", "topics", "longppl", "gap", "short"]
 WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
@@ -23,6 +33,16 @@ WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
 # A quoted "no" in a YAML is a text, and guessing what it means would be guessing.
 Switch = Annotated[bool, Field(strict=True)]
+
+
+def _known_sampler(name: str) -> str:
+    if name not in SAMPLERS:
+        raise PydanticCustomError("unknown_sampler", "input should be one of {names}", {"names": ", ".join(SAMPLERS)})
+    return name
+
+
+# Not a Literal, so that the registry alone decides which samplers exist.
+SamplerName = Annotated[str, AfterValidator(_known_sampler)]
 
 
 class _Strict(BaseModel):
@@ -148,7 +168,9 @@ class PoSESettings(_Strict):
     )
     rope: RopeSettings = Field(RopeSettings(), description="how the frequencies are stretched")
     sampler: SamplerName = Field("pose", description="where the chunks of a window are put")
-    chunks: PositiveInt = Field(2, description="N, the chunks of a window (samplers pose, clamped, turns)")
+    chunks: PositiveInt = Field(
+        2, description=f"N, the chunks of a window (samplers {', '.join(names_with('chunks'))})"
+    )
     variant: Literal["paper", "reference"] = Field(
         "paper", description="reference: the first chunk is at most half of the window, as in the authors' code"
     )
@@ -189,37 +211,34 @@ class PoSESettings(_Strict):
                 f"train_length={self.train_length}; set target_length to the window you want, "
                 "or shorten train_length (Axolotl: sequence_len)"
             )
-        if self.sampler == "turns" and self.content != "contiguous":
-            raise ValueError(
-                f"content={self.content} takes pieces out of a document, and a chat without its beginning or middle is "
-                "another chat: sampler=turns reads chats whole. Remove content, or drop rows longer than train_length"
-            )
-        if self.sampler == "sentences" and self.content in ("skip", "aligned"):
-            raise ValueError(
-                f"content={self.content} would leave text out behind every sentence; with sampler=sentences write "
-                "content: window, which takes one piece from anywhere in the document"
-            )
-        if self.content in ("skip", "aligned") and (self.sampler in ("none", "randpos") or self.chunks == 1):
-            raise ValueError(
-                f"content={self.content} fills several chunks and has no effect with sampler={self.sampler}, "
-                f"chunks={self.chunks}; write content: window, which takes one piece from anywhere in the document"
-            )
         if self.evaluate is not None and self.evaluate.lengths is None and self.train_length is None:
             raise ValueError(
                 "evaluate.lengths is missing, and without train_length its default is not known; name lengths in "
                 f"tokens, e.g. lengths: [{max(1, self.target_length // 4)}, {self.target_length}]"
             )
-        for name in ("chunks", "variant"):
-            without = ("none", "randpos", "cream", "sentences", *(("turns",) if name == "variant" else ()))
-            if self.sampler in without and name in self.model_fields_set:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no effect with sampler={self.sampler}; remove it, or write "
-                    "sampler: pose"
-                )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
                 f"content={self.content} takes a window out of a longer document and needs train_length, "
                 "the window's tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_sampler(self) -> PoSESettings:
+        sampler = SAMPLERS[self.sampler]
+        for option in sorted(self.model_fields_set & (all_options() - set(sampler.options()))):
+            raise ValueError(
+                f"{option}={getattr(self, option)} has no effect with sampler={self.sampler}; remove it, or use a "
+                f"sampler that reads it: {', '.join(names_with(option))}"
+            )
+        if reason := sampler.refused_contents.get(self.content):
+            instead = "contiguous" if "window" in sampler.refused_contents else "window"
+            raise ValueError(
+                f"content={self.content} does not work with sampler={self.sampler}: {reason}. Write content: {instead}"
+            )
+        if self.content in ("skip", "aligned") and self.chunks == 1:
+            raise ValueError(
+                f"content={self.content} fills several chunks and has no effect with chunks=1; write content: window"
             )
         return self
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pose_plugin.attention import attention_function
-from pose_plugin.collator import PositionCollator
+from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.positions import Window
 from pose_plugin.rope.read import text_config
 from pose_plugin.utils.distributed import all_problems, beside_training
@@ -109,7 +109,7 @@ def self_test(
     collator: PositionCollator,
     *,
     forward: Callable[[Mapping[str, Any]], torch.Tensor] | None = None,
-    pack: str | None = None,
+    pack: Packing | str | None = None,
     rows: int = 2,
     length: int = 24,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -124,7 +124,7 @@ def self_test(
         model: built and placed as it will be trained.
         collator: the training collator.
         forward: batch → logits of shape (batch, length, vocabulary); default `model(**batch).logits`.
-        pack: how rows are packed: None, "lists" (Axolotl's multipack), or "seq_lengths" (TRL).
+        pack: how rows hand over several documents (see `Packing`); None if each row is one document.
         rows: rows in the probe batch; 2 shows mixed-up rows, 1 where the framework allows no more.
         length: tokens of each document.
         autocast: the mixed-precision context of the training step.
@@ -134,7 +134,8 @@ def self_test(
     """
     run = forward or (lambda batch: model(**batch).logits)
     # At most half of the target, so that there is room for a jump.
-    probe = _Probe(model, collator, pack, rows, max(8, min(length, collator.settings.target_length // 2)))
+    packing = Packing(pack) if pack is not None else None
+    probe = _Probe(model, collator, packing, rows, max(8, min(length, collator.settings.target_length // 2)))
     states = [(module, module.training) for module in model.modules()]
     # Equal random states make dropout masks equal, so that a change of logits has one cause.
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -170,7 +171,7 @@ class _Probe:
     """Batches of random tokens with a known jump in the middle of every document."""
 
     def __init__(
-        self, model: torch.nn.Module, collator: PositionCollator, pack: str | None, rows: int, length: int
+        self, model: torch.nn.Module, collator: PositionCollator, pack: Packing | None, rows: int, length: int
     ) -> None:
         self.collator, self.pack, self.rows = collator, pack, rows
         self.attention = attention_function(model)
@@ -201,9 +202,9 @@ class _Probe:
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
     def _packed(self, features: list[list[dict[str, Any]]]) -> list[Any]:
-        if self.pack == "lists":
+        if self.pack is Packing.LISTS:
             return features
-        if self.pack == "seq_lengths":
+        if self.pack is Packing.SEQ_LENGTHS:
             return [
                 {
                     "input_ids": [token for document in row for token in document["input_ids"]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import functools
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -62,6 +63,21 @@ def stack(features, **kwargs):
 
 def collator(inner=stack, side="right", **settings):
     return PositionCollator(inner, {"target_length": 512, **settings}, padding_side=side)
+
+
+def test_the_examples_of_the_docstring():
+    from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+
+    names = {
+        "DataCollatorForSeq2Seq": DataCollatorForSeq2Seq,
+        "DataCollatorWithFlattening": DataCollatorWithFlattening,
+        "PositionCollator": PositionCollator,
+        "tokenizer": make_tokenizer(),
+        "show": lambda batch: print("\n".join(f"{key:<14} {value}" for key, value in lists(batch).items())),
+    }
+    (test,) = doctest.DocTestFinder(recurse=False).find(PositionCollator, "PositionCollator", globs=names)
+    assert len(test.examples) == 9
+    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 # --- one document a row ----------------------------------------------------------------------------------
@@ -661,8 +677,8 @@ def test_what_is_no_tokenizer_or_collator_is_refused():
 @pytest.mark.parametrize(
     "columns, words",
     [
-        ({"position_ids": [0, 1, 2, 0, 1, 2]}, "position_ids that begin anew"),
-        ({"position_ids": torch.tensor([0, 1, 2, 3, 0, 1])}, "position_ids that begin anew"),
+        ({"position_ids": [0, 1, 2, 0, 1, 2]}, "position_ids that restart"),
+        ({"position_ids": torch.tensor([0, 1, 2, 3, 0, 1])}, "position_ids that restart"),
         ({"attention_mask": [1, 1, 1, 2, 2, 0]}, "an attention_mask that numbers 2 documents"),
     ],
 )
@@ -683,7 +699,7 @@ def test_packed_rows_that_the_trainer_does_not_know_of():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     bound = collator(trl_language_modeling(padding_free=True))
     bound.packs = False
-    with pytest.raises(PoSEError, match="rows come packed"):
+    with pytest.raises(PoSEError, match="rows are packed"):
         bound([feature])
     # Positions of evaluation are plain, and cut by any rule.
     bound.training = False

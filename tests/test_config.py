@@ -1,179 +1,82 @@
-"""Every rule of the settings, and the exact sentence a user reads when one is broken."""
+"""Every rule of the settings, and what the error names if one is broken."""
 
 from __future__ import annotations
 
 import pytest
 
 from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings, parse_settings
+from pose_plugin.positions import SAMPLERS
 from pose_plugin.utils.errors import PoSEError
 
-KEYS = (
-    "target_length, train_length, rope, sampler, chunks, variant, content, mask_seam, unskipped_ratio, "
-    "target_margin, seed, self_test, evaluate"
-)
-ROPE_KEYS = (
-    "type, factor, theta, original_length, beta_fast, beta_slow, attention_factor, low_freq_factor, "
-    "high_freq_factor, factors_file"
-)
-EVALUATE_KEYS = (
-    "every, at_start, at_end, tasks, lengths, texts, trials, max_windows, evaluator, short_context, short_length, "
-    "batch_size, seed"
-)
-EVERY = "steps from one measurement to the next; default: none between"
-CHUNKS = "N, the chunks of a window (samplers pose, clamped, turns)"
-DESCRIPTION = RopeSettings.model_fields["type"].description
-NAMES = "linear, ntk, base, yarn, yarn-revised, llama3, longrope, dynamic, auto, none"
-KIND = f" ({DESCRIPTION})" if DESCRIPTION else ""
-TARGET = "L_t, the wanted window in tokens"
-
-# What is added to {"target_length": 1024}, and what is said about it. None removes a key.
+# What is added to {"target_length": 1024}, and what the error must name: key=value, the limit or the fix. None removes
+# a key.
 REFUSED = [
-    (
-        {"target_length": None},
-        f"pose.target_length is missing: {TARGET}. Add it, e.g. `target_length: 32768`",
+    ({"target_length": None}, "pose.target_length is missing", "target_length: 32768"),
+    ({"train_length": 2048}, "target_length=1024", "train_length=2048", "sequence_len"),
+    ({"chunks": 0}, "pose.chunks=0", "greater than or equal to 1", PoSESettings.model_fields["chunks"].description),
+    ({"chunks": -3}, "pose.chunks=-3"),
+    ({"target_length": 0}, "pose.target_length=0"),
+    ({"target_length": 1024.0}, "pose.target_length=1024.0", "write 1024"),
+    ({"target_length": 10.5}, "pose.target_length=10.5"),
+    ({"target_length": "1024"}, "pose.target_length='1024'"),
+    ({"target_length": True}, "pose.target_length=True"),
+    ({"target_length": float("inf")}, "pose.target_length=inf"),
+    ({"target_length": 10**12}, f"pose.target_length={10**12}", "2147483647"),
+    ({"self_test": "no"}, "pose.self_test='no'", "write true or false, without quotes"),
+    ({"mask_seam": 0}, "pose.mask_seam=0", "write true or false"),
+    ({"target_lenght": 5}, "pose.target_lenght=5", ", ".join(PoSESettings.model_fields)),
+    ({"seed": "a"}, "pose.seed='a'"),
+    ({"unskipped_ratio": 1.5}, "pose.unskipped_ratio=1.5", "less than or equal to 1"),
+    ({"target_margin": -1}, "pose.target_margin=-1", "greater than or equal to 0"),
+    ({"sampler": "posse"}, "pose.sampler='posse'", ", ".join(SAMPLERS)),
+    ({"sampler": 3}, "pose.sampler=3"),
+    ({"sampler": "none", "chunks": 3}, "chunks=3", "sampler=none", "pose, clamped, turns"),
+    ({"sampler": "cream", "chunks": 3}, "chunks=3", "sampler=cream"),
+    ({"sampler": "sentences", "chunks": 3}, "chunks=3", "sampler=sentences"),
+    ({"sampler": "turns", "variant": "reference"}, "variant=reference", "sampler=turns", "pose, clamped"),
+    ({"content": "skip"}, "content=skip", "train_length"),
+    ({"content": "aligned"}, "content=aligned", "train_length"),
+    *(
+        ({"content": content, "sampler": sampler, "train_length": 64}, f"content={content}", f"sampler={sampler}", fix)
+        for content in ("skip", "aligned")
+        for sampler, fix in (
+            ("none", "content: window"),
+            ("randpos", "content: window"),
+            ("sentences", "content: window"),
+            ("turns", "content: contiguous"),
+        )
     ),
-    (
-        {"train_length": 2048},
-        "pose: target_length=1024 is smaller than the trained window train_length=2048; set target_length "
-        "to the window you want, or shorten train_length (Axolotl: sequence_len)",
-    ),
-    ({"chunks": 0}, f"pose.chunks=0: input should be greater than or equal to 1 ({CHUNKS})"),
-    ({"chunks": -3}, f"pose.chunks=-3: input should be greater than or equal to 1 ({CHUNKS})"),
-    ({"target_length": 0}, f"pose.target_length=0: input should be greater than or equal to 1 ({TARGET})"),
-    (
-        {"target_length": 1024.0},
-        f"pose.target_length=1024.0: input should be a valid integer; write 1024 ({TARGET})",
-    ),
-    ({"target_length": 10.5}, f"pose.target_length=10.5: input should be a valid integer ({TARGET})"),
-    ({"target_length": "1024"}, f"pose.target_length='1024': input should be a valid integer ({TARGET})"),
-    ({"target_length": True}, f"pose.target_length=True: input should be a valid integer ({TARGET})"),
-    (
-        {"self_test": "no"},
-        "pose.self_test='no': input should be a valid boolean; write true or false, without quotes (prove on the first "
-        "batch that the chunks see each other)",
-    ),
-    (
-        {"mask_seam": 0},
-        "pose.mask_seam=0: input should be a valid boolean; write true or false, without quotes (no loss on a token "
-        "whose predecessor was skipped (content skip))",
-    ),
-    (
-        {"evaluate": {"at_end": "no"}, "train_length": 64},
-        "pose.evaluate.at_end='no': input should be a valid boolean; write true or false, without quotes (measure "
-        "after the last step)",
-    ),
-    ({"target_length": float("inf")}, f"pose.target_length=inf: input should be a valid integer ({TARGET})"),
-    ({"target_lenght": 5}, f"pose.target_lenght=5 is not a known key. Known keys: {KEYS}"),
-    ({"rope": {"teta": 5.0}}, f"pose.rope.teta=5.0 is not a known key. Known keys: {ROPE_KEYS}"),
-    ({"evaluate": {"evry": 5}}, f"pose.evaluate.evry=5 is not a known key. Known keys: {EVALUATE_KEYS}"),
-    (
-        {"evaluate": {"every": 0}},
-        f"pose.evaluate.every=0: input should be greater than or equal to 1 ({EVERY})",
-    ),
-    (
-        {"evaluate": {"tasks": "gap"}, "train_length": 64},
-        "pose: evaluate.tasks=gap needs evaluate.texts, files with text to measure on",
-    ),
-    (
-        {"evaluate": {"tasks": ["passkey", "longppl"]}, "train_length": 64},
-        "pose: evaluate.tasks=longppl needs evaluate.texts, files with text to measure on",
-    ),
-    (
-        {"evaluate": {"tasks": "short", "every": 5}, "train_length": 64},
-        "pose: evaluate.tasks=short needs evaluate.texts, files with text to measure on",
-    ),
+    ({"content": "window", "sampler": "turns", "train_length": 64}, "content=window", "content: contiguous"),
+    ({"content": "skip", "chunks": 1, "train_length": 64}, "content=skip", "chunks=1", "content: window"),
+    ({"rope": 5}, "rope=5", "yarn", "{type: base, theta: 2.0e8}"),
+    ({"rope": "yarnn"}, "rope.type=yarnn", "yarn-revised"),
+    ({"rope": {"type": 3}}, "pose.rope.type=3"),
+    ({"rope": {"teta": 5.0}}, "pose.rope.teta=5.0", ", ".join(RopeSettings.model_fields)),
+    ({"rope": "base"}, "rope.type=base", "rope.theta"),
+    ({"rope": {"type": "base", "theta": float("inf")}}, "pose.rope.theta=inf"),
+    ({"rope": {"type": "yarn", "theta": 1e6}}, "rope.theta=1000000.0", "rope.type=yarn"),
+    ({"rope": "longrope"}, "rope.type=longrope", "rope.factors_file"),
+    ({"rope": {"type": "linear", "factors_file": "f.json"}}, "rope.factors_file", "rope.type=linear"),
+    ({"rope": {"type": "linear", "factor": 0.5}}, "pose.rope.factor=0.5", "greater than or equal to 1"),
+    ({"evaluate": {"at_end": "no"}, "train_length": 64}, "pose.evaluate.at_end='no'", "write true or false"),
+    ({"evaluate": {"evry": 5}}, "pose.evaluate.evry=5", ", ".join(EvaluateSettings.model_fields)),
+    ({"evaluate": {"every": 0}}, "pose.evaluate.every=0"),
+    ({"evaluate": {"tasks": "gap"}, "train_length": 64}, "evaluate.tasks=gap", "evaluate.texts"),
+    ({"evaluate": {"tasks": ["passkey", "longppl"]}, "train_length": 64}, "evaluate.tasks=longppl", "evaluate.texts"),
+    ({"evaluate": {"tasks": "short", "every": 5}, "train_length": 64}, "evaluate.tasks=short", "evaluate.texts"),
     (
         {"evaluate": {"tasks": "longppl", "texts": "book.txt"}, "train_length": 64},
-        "pose: evaluate.tasks=longppl needs evaluate.evaluator, a long-context model with the same tokenizer, which "
-        "says before the first step which tokens need far text",
+        "evaluate.tasks=longppl",
+        "evaluate.evaluator",
     ),
     (
         {"evaluate": {"tasks": "short", "texts": "book.txt", "evaluator": "m"}, "train_length": 64},
-        "pose: evaluate.evaluator=m has no effect without longppl in evaluate.tasks",
+        "evaluate.evaluator=m",
+        "longppl",
     ),
-    (
-        {"evaluate": {"at_end": False}, "train_length": 64},
-        "pose: evaluate never measures: set every, at_start or at_end, or remove the block",
-    ),
-    ({"evaluate": {"lengths": []}}, "pose: evaluate.lengths is empty; name some, or remove the key for the default"),
-    (
-        {"evaluate": {}},
-        "pose: evaluate.lengths is missing, and without train_length its default is not known; name lengths in "
-        "tokens, e.g. lengths: [256, 1024]",
-    ),
-    ({"rope": "yarnn"}, f"pose: rope.type=yarnn is unknown; use {NAMES}"),
-    ({"rope": {"type": 3}}, f"pose.rope.type=3: input should be a valid string{KIND}"),
-    (
-        {"rope": "base"},
-        "pose: rope.type=base needs rope.theta, the new base, e.g. {type: base, theta: 2.0e8}",
-    ),
-    (
-        {"rope": {"type": "yarn", "theta": 1e6}},
-        "pose: rope.theta=1000000.0 has no effect with rope.type=yarn; remove it, or set rope.type to base",
-    ),
-    (
-        {"rope": "longrope"},
-        "pose: rope.type=longrope needs rope.factors_file, a JSON with long_factor and short_factor",
-    ),
-    (
-        {"rope": {"type": "linear", "factors_file": "f.json"}},
-        "pose: rope.factors_file=f.json has no effect with rope.type=linear; remove it, or set rope.type to longrope",
-    ),
-    (
-        {"rope": {"type": "linear", "factor": 0.5}},
-        "pose.rope.factor=0.5: input should be greater than or equal to 1 (s, the stretch; default "
-        "target_length / original_length)",
-    ),
-    (
-        {"sampler": "posse"},
-        "pose.sampler='posse': input should be 'pose', 'clamped', 'randpos', 'cream', 'turns', 'sentences' or 'none' "
-        "(where the chunks of a window are put)",
-    ),
-    (
-        {"content": "skip"},
-        "pose: content=skip takes a window out of a longer document and needs train_length, the window's tokens",
-    ),
-    (
-        {"content": "aligned"},
-        "pose: content=aligned takes a window out of a longer document and needs train_length, the window's tokens",
-    ),
-    (
-        {"content": "aligned", "sampler": "randpos", "train_length": 64},
-        "pose: content=aligned fills several chunks and has no effect with sampler=randpos, chunks=2; write content: "
-        "window, which takes one piece from anywhere in the document",
-    ),
-    (
-        {"content": "aligned", "sampler": "none", "train_length": 64},
-        "pose: content=aligned fills several chunks and has no effect with sampler=none, chunks=2; write content: "
-        "window, which takes one piece from anywhere in the document",
-    ),
-    (
-        {"sampler": "none", "chunks": 3},
-        "pose: chunks=3 has no effect with sampler=none; remove it, or write sampler: pose",
-    ),
-    ({"rope": 5}, f"pose: rope=5 is neither a name ({NAMES}) nor a block such as {{type: base, theta: 2.0e8}}"),
-    (
-        {"target_length": 10**12},
-        f"pose.target_length={10**12}: input should be less than or equal to 2147483647 ({TARGET})",
-    ),
-    (
-        {"rope": {"type": "base", "theta": float("inf")}},
-        "pose.rope.theta=inf: input should be a finite number (the new RoPE base, for `type: base` (required there))",
-    ),
-    (
-        {"unskipped_ratio": 1.5},
-        "pose.unskipped_ratio=1.5: input should be less than or equal to 1 (share of rows left plain)",
-    ),
-    (
-        {"target_margin": -1},
-        "pose.target_margin=-1: input should be greater than or equal to 0 (sample up to target_length + "
-        "margin, since the last L_c distances are rarest)",
-    ),
-    (
-        {"seed": "a"},
-        "pose.seed='a': input should be a valid integer (positions are a function of (seed, epoch, the "
-        "document's tokens))",
-    ),
+    ({"evaluate": {"at_end": False}, "train_length": 64}, "every, at_start or at_end"),
+    ({"evaluate": {"lengths": []}}, "evaluate.lengths"),
+    ({"evaluate": {}}, "evaluate.lengths", "lengths: [256, 1024]"),
 ]
 
 
@@ -181,14 +84,14 @@ def values(changes):
     return {key: value for key, value in {"target_length": 1024, **changes}.items() if value is not None}
 
 
-@pytest.mark.parametrize("changes, sentence", REFUSED, ids=lambda case: str(case)[:40])
-def test_refused_with_a_sentence(changes, sentence):
+@pytest.mark.parametrize("changes, named", [(changes, named) for changes, *named in REFUSED], ids=str)
+def test_refused_by_key_and_value(changes, named):
     with pytest.raises(PoSEError) as caught:
         parse_settings(values(changes))
-    assert str(caught.value) == sentence
+    assert [words for words in named if words not in str(caught.value)] == []
 
 
-def test_several_faults_are_told_together_one_a_line():
+def test_several_faults_are_reported_together_one_per_line():
     with pytest.raises(PoSEError) as caught:
         parse_settings({"chunks": 0, "colour": "red"}, where="PoSECollator")
     lines = str(caught.value).splitlines()
@@ -199,10 +102,10 @@ def test_several_faults_are_told_together_one_a_line():
 
 
 @pytest.mark.parametrize("block", [None, True, 32768, [32768]])
-def test_a_block_that_is_no_mapping(block):
+def test_a_block_that_is_not_a_mapping(block):
     with pytest.raises(PoSEError) as caught:
         parse_settings(block)
-    assert str(caught.value) == f"`pose:` is {block!r}, but must be a block with at least target_length"
+    assert repr(block) in str(caught.value) and "target_length" in str(caught.value)
 
 
 @pytest.mark.parametrize(

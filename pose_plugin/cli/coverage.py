@@ -18,8 +18,8 @@ example, 64000 rows (1000 steps of 64) on the way from 2048 to 16384 tokens:
   pose-plugin coverage --target-length 16384 --train-length 2048 \\
     --compare pose:3,clamped,none --rows 64000 --output coverage.png
 """
-# Where all pairs of a row must be listed a row costs as much as a hundred others.
-_DRAWS, _DRAWS_OF_MANY_CHUNKS, _MANY_CHUNKS = 8000, 1000, 32
+# With many chunks, simulating a row costs about a hundred times as much.
+_DRAWS, _DRAWS_OF_MANY_CHUNKS = 8000, 1000
 _SETTINGS = (
     "target_length",
     "train_length",
@@ -32,38 +32,41 @@ _SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    from pose_plugin.positions import SAMPLERS
+
+    bordered = [name for name, kind in SAMPLERS.items() if kind.border_finder is not None]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--target-length", type=int, required=True, help="L_t, the wanted window in tokens")
     add("--train-length", type=int, required=True, help="L_c, the trained window (Axolotl: sequence_len)")
-    add("--sampler", default="pose", help="pose, clamped, randpos, cream, turns, sentences or none (default pose)")
+    add("--sampler", default="pose", help=f"{', '.join(SAMPLERS)} (default pose)")
     add("--chunks", type=int, default=2, help="N, the chunks of a window (default 2)")
     add("--variant", default="paper", help="paper or reference: first chunk at most half a window")
-    add("--unskipped-ratio", type=float, default=0.0, help="share of rows left plain (default 0)")
+    add("--unskipped-ratio", type=float, default=0.0, help="share of rows that keep plain positions (default 0)")
     add("--target-margin", type=int, default=0, help="sample up to the target + margin (default 0)")
-    add("--compare", metavar="LIST", default="", help="further samplers with commas; :N sets their chunks, "
+    add("--compare", metavar="LIST", default="", help="more samplers, separated by commas; :N sets their chunks, "
         "e.g. pose:3,clamped,randpos")  # fmt: skip
-    add("--every", type=int, metavar="TOKENS", help="turns, sentences: tokens from one border of the simulated rows to "
-        "the next (default 25 for sentences, an eighth of the window for turns)")  # fmt: skip
-    add("--rows", type=int, help="rows of the training: also print how many hold each distance")
-    add("--distances", help="tokens with commas; default: marks up to the target")
-    add("--draws", type=int, help=f"simulated rows (default {_DRAWS}; {_DRAWS_OF_MANY_CHUNKS} for randpos)")
+    add("--every", type=int, metavar="TOKENS", help=f"{', '.join(bordered)}: tokens from one border of the simulated "
+        "rows to the next (default: as in usual text)")  # fmt: skip
+    add("--rows", type=int, help="rows of the training run: also print how many of them hold each distance")
+    add("--distances", help="tokens, separated by commas (default: some up to the target)")
+    add("--draws", type=int, help=f"simulated rows (default {_DRAWS}; {_DRAWS_OF_MANY_CHUNKS} with many chunks)")
     add("--seed", type=int, default=0, help="of the simulation (default 0)")
-    add("--output", metavar="FILE", help="the figure, .png, .svg or .pdf; a .csv is written beside it")
+    add("--output", metavar="FILE", help="the figure, .png, .svg or .pdf; a .csv is written next to it")
     add("--no-figures", action="store_true", help="write only the .csv, which needs no matplotlib")
     return run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates, prints the table, writes the figure and the CSV file.
+    """Simulate, print the table, write the figure and the CSV file.
 
     Raises:
-        PoSEError: input that cannot work, named before anything is simulated.
+        PoSEError: an option that cannot work; raised before anything is simulated.
     """
-    from pose_plugin.positions.coverage import coverage
+    from pose_plugin.positions import coverage, many_chunks
     from pose_plugin.positions.figure import draw_coverage, write_coverage
-    from pose_plugin.utils.plots import check_ending
+    from pose_plugin.utils.plots import check_ending, require_matplotlib
 
     for name in ("rows", "draws", "every"):
         value = getattr(args, name)
@@ -77,14 +80,11 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         _check_output(output)
         if not args.no_figures:
-            from pose_plugin.utils.plots import require_matplotlib
-
             require_matplotlib()
             check_ending(output)
     seen = {}
     for name, values in settings.items():
-        many = values.sampler in ("randpos", "sentences") or values.chunks > _MANY_CHUNKS
-        draws = args.draws or (_DRAWS_OF_MANY_CHUNKS if many else _DRAWS)
+        draws = args.draws or (_DRAWS_OF_MANY_CHUNKS if many_chunks(values) else _DRAWS)
         seen[name] = coverage(values, draws=draws, seed=args.seed, every=args.every)
     print(text(seen, distances, args.rows))
     if output is not None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(seen: Mapping[str, Coverage], distances: list[int], rows: int | None) -> str:
-    """The tables for the terminal: chances, and with `rows` how many of them hold each distance."""
+    """Return the tables for the terminal: chances, and with `rows` how many of them hold each distance."""
     values = next(iter(seen.values())).settings
     title = f"{values.train_length} → {values.target_length} tokens"
     chances = {name: [f"{c.probability[d]:.3f}" for d in distances] for name, c in seen.items()}
@@ -114,7 +114,7 @@ def text(seen: Mapping[str, Coverage], distances: list[int], rows: int | None) -
 
 
 def _rare(seen: Coverage) -> str:
-    """How much of the target is hardly trained; the last distances before it always are the rarest."""
+    """Say how much of the target is rarely trained; the last distances before it always are the rarest."""
     rare = seen.probability[1:] < 0.01
     if not rare.any():
         return "every distance is in 1 % of the rows or more"
@@ -133,10 +133,10 @@ def _table(distances: list[int], lines: Mapping[str, list[str]]) -> str:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
-    """Settings by the name of their line, the user's own first."""
+    """Return the settings by the name of their line, the user's own first."""
     from pose_plugin.config import parse_settings
     from pose_plugin.positions.coverage import MOST_POSITIONS
-    from pose_plugin.positions.samplers.basic import WITHOUT_CHUNKS
+    from pose_plugin.positions.samplers import SAMPLERS, all_options
 
     own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     wanted = [own]
@@ -147,10 +147,10 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
         wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
     settings: dict[str, PoSESettings] = {}
     for values in wanted:
-        # Some have no chunks or variant; what the options say is for the others.
-        without = ("chunks", "variant") if values["sampler"] in WITHOUT_CHUNKS else ("variant",)
-        if values["sampler"] in (*WITHOUT_CHUNKS, "turns"):
-            values = {name: value for name, value in values.items() if name not in without}
+        # The options are for all samplers of --compare; one that does not read an option ignores it.
+        if kind := SAMPLERS.get(values["sampler"]):
+            unread = all_options() - set(kind.options())
+            values = {name: value for name, value in values.items() if name not in unread}
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)
     if args.target_length + args.target_margin > MOST_POSITIONS:
@@ -162,13 +162,12 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
 
 
 def _label(settings: PoSESettings) -> str:
-    from pose_plugin.positions.samplers.basic import WITHOUT_CHUNKS
+    from pose_plugin.positions import make_sampler
 
-    if settings.sampler in WITHOUT_CHUNKS:
-        return settings.sampler
-    chunks = f"{settings.chunks} chunk{'s' if settings.chunks != 1 else ''}"
+    options = make_sampler(settings).options()
+    chunks = f", {settings.chunks} chunk{'s' if settings.chunks != 1 else ''}" if "chunks" in options else ""
     reference = ", reference" if settings.variant == "reference" else ""
-    return f"{settings.sampler}, {chunks}{reference}"
+    return f"{settings.sampler}{chunks}{reference}"
 
 
 def _distances(args: argparse.Namespace) -> list[int]:

@@ -36,6 +36,8 @@ _IN_YAML = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the options of the command and return the function that runs it."""
+    from pose_plugin.positions import SAMPLERS
+
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--target-length", type=int, help="the wanted window in tokens")
     add("--train-length", type=int, help="the trained window in tokens")
     add("--rope", help="yarn, linear, ntk, llama3, auto, …, or base:2e8 (default yarn)")
-    add("--sampler", help="pose, clamped, randpos, cream, turns, sentences or none (default pose)")
+    add("--sampler", help=f"{', '.join(SAMPLERS)} (default pose)")
     add("--method", choices=("full", "lora", "qlora", "8bit"), default="full", help="default full")
     add("--lora-rank", type=int, default=16, help="default 16, on all linear maps")
     add("--gpus", type=int, default=1, help="default 1")

@@ -16,6 +16,7 @@ from typing import Any
 from pose_plugin.checkpoints.folder import RECORD
 from pose_plugin.checkpoints.saved import Saved, read_saved
 from pose_plugin.export import exporter
+from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import write_whole
@@ -163,9 +164,11 @@ def _method(record: Mapping[str, Any]) -> str:
         how += ", merged"
     window = record.get("train_length")
     rows = f", windows of {window} tokens" if window else ""
-    if record.get("sampler") == "none":
+    # None for a folder saved by a version that knows other samplers.
+    sampler = SAMPLERS.get(str(record.get("sampler")))
+    if sampler is not None and not sampler.skips:
         return f"plain positions{rows}; {how}"
-    chunks = f", {record.get('chunks')} chunks" if record.get("sampler") in ("pose", "clamped") else ""
+    chunks = f", {record.get('chunks')} chunks" if sampler is not None and "chunks" in sampler.options() else ""
     paper = "[PoSE](https://arxiv.org/abs/2309.10400)"
     return f"{paper} (sampler {record.get('sampler')}{chunks}){rows}; {how}"
 

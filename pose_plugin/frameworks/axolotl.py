@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from pose_plugin.checkpoints import complete_folder, read_record
 from pose_plugin.checkpoints.merge import complete_merged
-from pose_plugin.collator import PositionCollator
+from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.export.card import write_card
 from pose_plugin.frameworks import axolotl_beacon as beacon
@@ -122,7 +122,7 @@ class PosePlugin(BasePlugin):
                 f"the trainer's collator is {type(collator).__name__}, not the plugin's: another plugin in "
                 f"plugins={list(cfg.plugins)} sets its own. Put pose_plugin first, or remove the other one"
             )
-        self._bound = bind(trainer, collator, pack="lists" if cfg.sample_packing else None)
+        self._bound = bind(trainer, collator, pack=Packing.LISTS if cfg.sample_packing else None)
         self._bound.data = [str(each["path"]) for each in cfg.get("datasets") or [] if each.get("path")]
 
     def post_train(self, cfg: Any, model: Any) -> None:

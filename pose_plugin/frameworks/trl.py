@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 
-from pose_plugin.collator import Collate, PositionCollator
+from pose_plugin.collator import Collate, Packing, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.training.trainer import bind
 from pose_plugin.utils.errors import PoSEError
@@ -156,22 +156,22 @@ def _around_sft_trainer(trainer: Any, original: Any, /, *args: Any, **kwargs: An
     original(*given.args, **given.kwargs)
     collator.collate = trainer.data_collator
     trainer.data_collator = collator
-    bind(trainer, collator, pack=_packing(config) or "seq_lengths")
+    bind(trainer, collator, pack=_packing(config) or Packing.SEQ_LENGTHS)
 
 
-def _packing(args: Any) -> str | None:
+def _packing(args: Any) -> Packing | None:
     """How rows of this run are packed; TRL's "wrapped" rows hold no borders and are one document each."""
     packed = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") != "wrapped"
-    return "seq_lengths" if packed else None
+    return Packing.SEQ_LENGTHS if packed else None
 
 
-def _flattened(collate: Any) -> str | None:
+def _flattened(collate: Any) -> Packing | None:
     """Some collators put a batch into one row without being asked by the trainer."""
     flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
-    return "seq_lengths" if flat else None
+    return Packing.SEQ_LENGTHS if flat else None
 
 
-def _packed_before(trainer: Any) -> str | None:
+def _packed_before(trainer: Any) -> Packing | None:
     """Whether the data set was packed before the trainer was made, by `trl.pack_dataset`.
 
     Raises:
@@ -185,7 +185,7 @@ def _packed_before(trainer: Any) -> str | None:
             "train_dataset has the column seq_lengths, so its rows are packed, but the trainer drops it and would "
             "train each row as one document. Set remove_unused_columns=False, or give single documents"
         )
-    return "seq_lengths"
+    return Packing.SEQ_LENGTHS
 
 
 def _padding_free(args: Any) -> bool:

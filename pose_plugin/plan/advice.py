@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pose_plugin.plan.types import Plan
+from pose_plugin.positions import make_sampler
 from pose_plugin.rope.read import read_rope
 
 # A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
@@ -36,10 +37,10 @@ def warnings_of(plan: Plan) -> list[str]:
             "beyond it and needs memory for the whole window. A smaller sequence_len needs less"
         )
     warnings += _about_frozen_parts(plan, original)
-    if settings.sampler == "turns" and not inputs.chat:
+    if make_sampler(settings).needs_chats and not inputs.chat:
         warnings.append(
-            "sampler=turns needs chats, but no data set is of type chat_template: plain text is split anywhere, as "
-            "by sampler: pose"
+            f"sampler={settings.sampler} needs chats, but no data set is of type chat_template: plain text is split "
+            "anywhere, as by sampler: pose"
         )
     if settings.content in ("skip", "window", "aligned") and inputs.chat:
         warnings.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")

@@ -12,7 +12,7 @@ from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.types import Bucket, Plan
-from pose_plugin.positions import Coverage, coverage, simulable
+from pose_plugin.positions import Coverage, coverage, many_chunks, simulable
 from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.read import as_config
@@ -62,7 +62,7 @@ def _coverage(settings: PoSESettings, draws: int | None) -> Coverage | None:
     if not settings.train_length or not simulable(settings):
         return None
     usual = _DRAWS
-    if settings.sampler in ("randpos", "sentences") or settings.chunks > 32:
+    if many_chunks(settings):
         usual = max(20, min(_DRAWS_OF_MANY_CHUNKS, 2**26 // settings.target_length))
     return coverage(settings, draws=draws or usual)
 

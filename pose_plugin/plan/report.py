@@ -9,6 +9,7 @@ import numpy as np
 
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.types import Plan
+from pose_plugin.positions import make_sampler
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
@@ -79,9 +80,9 @@ def _beacons(beacon: BeaconPlan) -> str:
 
 def _sampler(plan: Plan) -> str:
     settings = plan.inputs.settings
-    if settings is None or settings.sampler == "none":
+    if settings is None or not make_sampler(settings).skips:
         return "plain positions"
-    chunks = "" if settings.sampler in ("randpos", "cream", "sentences") else f", {settings.chunks} chunks"
+    chunks = f", {settings.chunks} chunks" if "chunks" in make_sampler(settings).options() else ""
     plain = f", {settings.unskipped_ratio:.0%} of the rows plain" if settings.unskipped_ratio else ""
     return f"sampler {settings.sampler}{chunks}{plain}"
 
@@ -124,7 +125,7 @@ def _memory(plan: Plan) -> str:
 def _coverage(plan: Plan) -> str:
     """Return the table of distances."""
     settings = plan.inputs.settings
-    about = " (with borders as often as usual)" if settings and settings.sampler in ("turns", "sentences") else ""
+    about = " (with borders as often as usual)" if settings and make_sampler(settings).border_finder else ""
     lines = [f"Distances between two tokens{about}: chance that a row holds one, and rows that will hold it"]
     table = [("distance", "chance", "rarest", *(("rows", "rarest") if plan.rows else ()))]
     for each in plan.buckets:

@@ -1,4 +1,4 @@
-"""Which distances the settings train: the chance that one row holds a pair of tokens so far apart."""
+"""Which distances the settings train: the chance that one row holds two tokens so far apart."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pose_plugin.config import PoSESettings
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.basic import BORDERED
-from pose_plugin.positions.windows import _layout
+from pose_plugin.positions.samplers import make_sampler
+from pose_plugin.positions.settings import PositionSettings
+from pose_plugin.positions.windows import lay_out
 from pose_plugin.utils.errors import PoSEError
 
-# Above this many chunks the pairs of chunks outnumber what an autocorrelation costs.
-_MOST_CHUNKS_FOR_INTERVALS = 32
-
-
+# Coverage keeps one number per distance in memory.
 MOST_POSITIONS = 1 << 24
-
-
-def simulable(settings: PoSESettings) -> bool:
-    """Whether the target is small enough to count every distance below it in memory."""
-    return settings.target_length + settings.target_margin <= MOST_POSITIONS
+# Above this many chunks, listing the pairs of chunks costs more than an autocorrelation.
+_MOST_CHUNKS_FOR_INTERVALS = 32
 
 
 @dataclass(frozen=True)
@@ -37,14 +31,14 @@ class Coverage:
 
     probability: np.ndarray
     draws: int
-    settings: PoSESettings
+    settings: PositionSettings
 
     def after(self, rows: int) -> np.ndarray:
-        """Expected number of rows that hold each distance after training on `rows` rows, shape (L_t,)."""
+        """Return the expected number of rows that hold each distance after training on `rows` rows, shape (L_t,)."""
         return self.probability * rows
 
     def table(self, distances: list[int] | None = None) -> str:
-        """Two lines of text: distances, and their chances."""
+        """Return two lines of text: distances, and their chances."""
         target = self.settings.target_length
         window = self.settings.train_length or target
         marks = {window // 2, 3 * window // 4, window - 1, target // 4, target // 2, target - window, target - 1}
@@ -56,28 +50,43 @@ class Coverage:
         return f"distance  {head}\nchance    {body}"
 
 
-# What a sentence has, roughly, in the tokens of today's vocabularies.
-_SENTENCE = 25
-_TURNS = 8
+def simulable(settings: PositionSettings) -> bool:
+    """Return whether the target is small enough to count every distance below it in memory."""
+    return settings.target_length + settings.target_margin <= MOST_POSITIONS
+
+
+def many_chunks(settings: PositionSettings) -> bool:
+    """Return whether a simulated row costs about a hundred times the usual, as it has too many chunks for intervals.
+
+    Args:
+        settings: with `train_length`.
+    """
+    size = settings.train_length or settings.target_length
+    return _most_chunks(settings, size, _borders(settings, size)) > _MOST_CHUNKS_FOR_INTERVALS
 
 
 def coverage(
-    settings: PoSESettings, window: int | None = None, draws: int = 8000, seed: int = 0, every: int | None = None
+    settings: PositionSettings, window: int | None = None, draws: int = 8000, seed: int = 0, every: int | None = None
 ) -> Coverage:
-    """Simulates rows of `window` tokens and counts which distances each of them holds.
+    """Simulate rows of `window` tokens and count which distances each of them holds.
 
     Compare Figure 5 of the PoSE paper (arXiv 2309.10400).
 
     Args:
-        settings: sampler, lengths and options; content `aligned` is taken on documents as long as the target.
+        settings: sampler, lengths and options; content `aligned` is simulated on documents as long as the target.
         window: n in tokens; default `settings.train_length`.
         draws: rows to simulate; the standard error of a chance p is √(p(1−p)/draws).
         seed: of the simulation.
-        every: for samplers that jump at borders: tokens from one border of the simulated rows to the next; default 25
-            for sentences, an eighth of the window for turns. The real ones are known when the data is.
+        every: for samplers that jump at borders: tokens from one border of the simulated rows to the next; default:
+            the sampler's `usual_spacing`. Real borders depend on the data.
 
     Raises:
         PoSEError: neither `window` nor `train_length` is given, or the target is too large to simulate.
+
+    Example:
+        >>> seen = coverage(PoSESettings(target_length=16384, train_length=2048))
+        >>> seen.probability[[1024, 8192]].round(2)
+        array([1.  , 0.14])
     """
     size = window or settings.train_length
     if size is None:
@@ -90,23 +99,17 @@ def coverage(
         )
     generator = np.random.default_rng(seed)
     counts = np.zeros(target + 1)
-    borders = None
-    chunks = size if settings.sampler == "randpos" else min(settings.chunks, size)
-    if settings.sampler in BORDERED:
-        every = every or (_SENTENCE if settings.sampler == "sentences" else max(size // _TURNS, 1))
-        borders = np.arange(every, size, every)
-    if settings.sampler == "sentences" and borders is not None:
-        chunks = len(borders) + 1
-    elif settings.sampler == "cream":
-        chunks = 3
+    borders = _borders(settings, size, every)
+    chunks = _most_chunks(settings, size, borders)
     by_intervals = chunks <= _MOST_CHUNKS_FOR_INTERVALS
+    # Rows at a time, so that the arrays of a step stay within some megabytes.
     step = max(1, min(draws, (1 << 20) // (chunks * chunks if by_intervals else 4 * target)))
     for begin in range(0, draws, step):
         rows = min(step, draws - begin)
         windows = np.full(rows, size, dtype=np.int64)
         documents = np.full(rows, max(size, target), dtype=np.int64)
         offered = None if borders is None else [borders] * rows
-        layout, _ = _layout(documents, windows, Draws(generator, rows), settings, offered)
+        layout, _ = lay_out(documents, windows, Draws(generator, rows), settings, offered)
         if by_intervals:
             counts += _count_by_intervals(layout, target)
         else:
@@ -114,8 +117,21 @@ def coverage(
     return Coverage(counts[:target] / draws, draws, settings)
 
 
+def _borders(settings: PositionSettings, window: int, every: int | None = None) -> np.ndarray | None:
+    """Return the borders of a simulated row, or None for samplers that cut anywhere."""
+    sampler = make_sampler(settings)
+    if sampler.border_finder is None:
+        return None
+    every = every or sampler.usual_spacing(window)
+    return np.arange(every, window, every)
+
+
+def _most_chunks(settings: PositionSettings, window: int, borders: np.ndarray | None) -> int:
+    return make_sampler(settings).most_chunks(window, 0 if borders is None else len(borders))
+
+
 def _count_by_intervals(layout: Layout, target: int) -> np.ndarray:
-    """Rows per distance, shape (target + 1,): a pair of chunks holds one interval of distances."""
+    """Count the rows per distance, shape (target + 1,): a pair of chunks holds one interval of distances."""
     lengths, first = layout.lengths, layout.starts + layout.skips
     last = first + lengths - 1
     low, high = [], []
@@ -131,7 +147,7 @@ def _count_by_intervals(layout: Layout, target: int) -> np.ndarray:
     lows, highs = np.stack(low, axis=1), np.stack(high, axis=1)
     order = np.argsort(lows, axis=1)
     lows, highs = np.take_along_axis(lows, order, 1), np.take_along_axis(highs, order, 1)
-    # Union of intervals: each one counts from where the earlier ones have ended.
+    # Union of intervals: each one counts only from where the earlier ones have ended.
     reached = np.maximum.accumulate(np.concatenate([np.zeros((layout.rows, 1), np.int64), highs], 1), axis=1)
     lows = np.maximum(lows, reached[:, :-1] + 1)
     valid = lows <= highs
@@ -143,7 +159,7 @@ def _count_by_intervals(layout: Layout, target: int) -> np.ndarray:
 
 
 def _count_by_autocorrelation(layout: Layout, target: int) -> np.ndarray:
-    """The same for many chunks: a distance is held where the indicator of positions overlaps its shift."""
+    """Count the same for many chunks: a row holds d if the indicator of its positions overlaps itself shifted by d."""
     counts = np.zeros(target + 1)
     reach = int((layout.starts + layout.skips + layout.lengths).max())
     for row in range(layout.rows):

@@ -1,4 +1,4 @@
-"""What a sampler returns: how the rows of a batch are cut into chunks and where each chunk is moved."""
+"""What a sampler returns: how the rows of a batch are cut into chunks and how far each chunk is moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Layout:
         position ids        0  1  2  13 14 15 16 17      skips   = 0 10
 
     Attributes:
-        lengths: l_i in tokens, shape (rows, chunks), int64; 0 for a chunk that a short row does not have.
+        lengths: l_i in tokens, shape (rows, chunks), int64; 0 for chunks that a short row does not have.
         skips: u_i in positions, same shape, non-decreasing along a row.
     """
 
@@ -24,18 +24,20 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        return self.lengths.shape[0]
+        return len(self.lengths)
 
     @property
     def starts(self) -> np.ndarray:
-        """st_i, the index in the window at which chunk i starts, shape (rows, chunks)."""
-        return np.cumsum(self.lengths, axis=1) - self.lengths
+        """Return st_i, the index in the window at which chunk i starts, shape (rows, chunks)."""
+        starts: np.ndarray = np.cumsum(self.lengths, axis=1) - self.lengths
+        return starts
 
     def position_ids(self, row: int) -> np.ndarray:
-        """u_i + st_i + (0…l_i−1) for every chunk of a row, shape (window,), strictly increasing."""
+        """Return u_i + st_i + (0…l_i−1) for every chunk of a row, shape (window,), strictly increasing."""
         return shifted_indices(self.lengths[row], self.skips[row])
 
 
 def shifted_indices(lengths: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """0, 1, 2, … with shift i added over chunk i; shape (sum of lengths,)."""
-    return np.arange(int(lengths.sum())) + np.repeat(shifts, lengths)
+    """Return 0, 1, 2, … with shift i added over chunk i; shape (sum of lengths,)."""
+    shift_of_each: np.ndarray = np.repeat(shifts, lengths)
+    return shift_of_each + np.arange(len(shift_of_each))

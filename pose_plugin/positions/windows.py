@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pose_plugin.config import PoSESettings
 from pose_plugin.positions.draws import Draws, document_generator, integers
 from pose_plugin.positions.layout import Layout, shifted_indices
-from pose_plugin.positions.samplers.basic import SAMPLERS
-from pose_plugin.positions.samplers.bordered import Borders
+from pose_plugin.positions.samplers import Borders, Rows, make_sampler
+from pose_plugin.positions.settings import PositionSettings
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -32,25 +31,24 @@ class Window:
 
 def draw_windows(
     documents: Sequence[Sequence[int] | np.ndarray],
-    settings: PoSESettings,
+    settings: PositionSettings,
     epoch: int,
     borders: Borders | None = None,
 ) -> list[Window]:
-    """Draws a window of every document (arXiv 2309.10400, section 3.2).
+    """Draw a window of every document (arXiv 2309.10400, section 3.2).
 
     Args:
         documents: token ids, each of its own length L_x ≥ 1.
-        settings: sampler, content mode, lengths, seed.
+        settings: sampler, content, lengths, seed.
         epoch: 0, 1, …
-        borders: where the samplers of `BORDERED` may put a jump, one a document, as indices of its tokens.
+        borders: where each document may have a jump, as indices of its tokens; for samplers with a `border_finder`.
 
     Raises:
-        PoSEError: a document has more tokens than `target_length` and no `train_length` says how many to take.
+        PoSEError: a document has more tokens than `target_length` and no `train_length` limits how many to take.
     """
     if not documents:
         return []
-    generators = [document_generator(tokens, settings.seed, epoch) for tokens in documents]
-    draws = Draws(generators)
+    draws = Draws([document_generator(tokens, settings.seed, epoch) for tokens in documents])
     sizes = np.array([len(tokens) for tokens in documents], dtype=np.int64)
     windows = sizes if settings.train_length is None else np.minimum(sizes, settings.train_length)
     longest = int(windows.max())
@@ -59,51 +57,62 @@ def draw_windows(
             f"a training sample has {longest} tokens, more than target_length={settings.target_length}. "
             "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
         )
-    layout, shifts = _layout(sizes, windows, draws, settings, borders)
+    layout, shifts = lay_out(sizes, windows, draws, settings, borders)
+    # A chunk whose content is shifted further than the chunk before begins with a seam.
+    jumps = (shifts[:, 1:] > shifts[:, :-1]) & (layout.lengths[:, 1:] > 0)
+    starts = layout.starts[:, 1:]
     result = []
     for row in range(layout.rows):
-        starts = layout.starts[row]
-        jumps = np.diff(shifts[row], prepend=shifts[row, :1]) > 0
-        seams = starts[jumps & (layout.lengths[row] > 0)]
+        seams = starts[row, jumps[row]]
         content = shifted_indices(layout.lengths[row], shifts[row])
         result.append(Window(content, layout.position_ids(row), seams))
     return result
 
 
 def plain_window(size: int) -> Window:
-    """A whole document on positions 0…size−1, as evaluation reads it."""
+    """Return a whole document at positions 0…size−1, as evaluation reads it."""
     indices = np.arange(size)
     return Window(indices, indices, np.zeros(0, dtype=np.int64))
 
 
-def _layout(
-    sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PoSESettings, borders: Borders | None = None
+def lay_out(
+    sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PositionSettings, borders: Borders | None = None
 ) -> tuple[Layout, np.ndarray]:
-    """Chunks with their skips u_i, and beside them the content shifts v_i, shape (rows, chunks)."""
+    """Lay out a batch of documents.
+
+    Args:
+        sizes: L_x, the tokens of each document, shape (rows,).
+        windows: n ≤ L_x, the tokens to read of each, shape (rows,).
+        draws: randomness for `rows` rows.
+        settings: sampler, content, target.
+        borders: as for `draw_windows`.
+
+    Returns:
+        chunks with their skips u_i, and the content shifts v_i, shape (rows, chunks): chunk i reads the tokens
+        v_i + st_i + (0…l_i−1) of its document.
+    """
     keep_plain = draws.uniform(1)[:, 0] < settings.unskipped_ratio
     targets = np.full_like(windows, settings.target_length + settings.target_margin)
     if settings.content == "aligned":
-        # v_i = u_i: a chunk is put where its text really stands, which can be no farther than the text goes.
+        # v_i = u_i: a chunk keeps the position that its text has in the document, so the document limits the target.
         targets = np.minimum(targets, sizes)
     piece: np.ndarray | None = None
     if borders is not None and settings.content == "window":
-        # Which borders lie in the window is known once its place is.
+        # Drawn before the layout, since it decides which borders are inside the window.
         piece = integers(draws.uniform(1), np.zeros_like(sizes)[:, None], (sizes - windows)[:, None])
         borders = [offered if offered is None else offered - piece[row] for row, offered in enumerate(borders)]
-    layout = SAMPLERS[settings.sampler](windows, targets, draws, settings, borders)
+    layout = make_sampler(settings)(Rows(windows, targets, borders), draws)
     skips = np.where(keep_plain[:, None], 0, layout.skips)
     layout = Layout(layout.lengths, skips)
-    if settings.content == "contiguous":
-        return layout, np.zeros_like(skips)
-    if settings.content == "aligned":
-        return layout, skips
     shifts = np.zeros_like(skips)
-    if piece is not None:
-        return layout, shifts + piece
-    uniform = draws.uniform(skips.shape[1])
-    if settings.content == "window":
-        shifts[:] = integers(uniform[:, :1], shifts[:, :1], (sizes - windows)[:, None])
-        return layout, shifts
-    for i in range(1, skips.shape[1]):
-        shifts[:, i] = integers(uniform[:, i], shifts[:, i - 1], sizes - windows)
+    if settings.content == "aligned":
+        shifts = skips
+    elif piece is not None:
+        shifts += piece
+    elif settings.content == "window":
+        shifts += integers(draws.uniform(skips.shape[1])[:, :1], shifts[:, :1], (sizes - windows)[:, None])
+    elif settings.content == "skip":
+        uniform = draws.uniform(skips.shape[1])
+        for i in range(1, skips.shape[1]):
+            shifts[:, i] = integers(uniform[:, i], shifts[:, i - 1], sizes - windows)
     return layout, shifts

@@ -15,9 +15,8 @@ import numpy as np
 
 from pose_plugin.collator import IGNORED_LABEL, PositionCollator, documents_of, supervised
 from pose_plugin.config import PoSESettings
-from pose_plugin.positions import TurnTokens
-from pose_plugin.positions.borders import headers_behind_ends
-from pose_plugin.positions.chat import turn_tokens
+from pose_plugin.positions import make_sampler
+from pose_plugin.positions.turn_borders import TurnTokens, headers_behind_ends, turn_tokens
 from pose_plugin.utils.errors import PoSEError
 
 # Enough to see what a data set is like; a longer look would delay the start of every run.
@@ -102,12 +101,13 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
         what was seen; None where rows cannot be looked at.
 
     Raises:
-        PoSEError: no row trains anything, or none offers a place for the jumps of sampler turns.
+        PoSEError: no row trains anything, or none offers a place for the jumps of a sampler that needs chats.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     settings, tokenizer = collator.settings, collator.tokenizer
     headers = turn_tokens(tokenizer)
+    needs_chats = make_sampler(settings).needs_chats
     report = RowReport()
     for number, feature in _documents(dataset):
 
@@ -115,7 +115,7 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
             return f"row {row}, {_excerpt(document, tokenizer)}"
 
         _look(report, feature, settings, headers, name)
-        if settings.sampler == "turns":
+        if needs_chats:
             (offered,) = collator.borders([feature])
             size = settings.train_length or len(feature["input_ids"])
             report.borders += int(offered is not None and bool((offered < size).any()))
@@ -130,11 +130,12 @@ def _require(report: RowReport, settings: PoSESettings) -> None:
             f"{settings.train_length}; the first: {report.silent.first}): nothing would be trained. Check which roles "
             "are trained and the chat template; where answers stand behind the window, lengthen it"
         )
-    if settings.sampler == "turns" and report.documents and not report.borders:
+    if make_sampler(settings).needs_chats and report.documents and not report.borders:
         raise PoSEError(
-            f"sampler=turns found no border between turns in {report.documents} rows: all would stay plain, or be "
-            "cut anywhere. It reads labels (answers in the loss, questions not) and the tokenizer's chat template. "
-            "Mask the questions (TRL: assistant_only_loss=True; Axolotl: type: chat_template), or use sampler: pose"
+            f"sampler={settings.sampler} found no border between turns in {report.documents} rows: all would stay "
+            "plain, or be cut anywhere. It reads labels (answers in the loss, questions not) and the tokenizer's chat "
+            "template. Mask the questions (TRL: assistant_only_loss=True; Axolotl: type: chat_template), or use "
+            "sampler: pose"
         )
 
 

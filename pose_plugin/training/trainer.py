@@ -13,9 +13,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from pose_plugin.attention import RestartBoundaries, needs_one_row, require_packing_support
 from pose_plugin.checkpoints import complete_folder
 from pose_plugin.checkpoints.record import model_facts, run_facts
-from pose_plugin.collator import PositionCollator
+from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.frameworks.unsloth import is_unsloth, require_unsloth_fits
-from pose_plugin.positions import BORDERED, WITHOUT_CHUNKS, coverage, simulable
+from pose_plugin.positions import coverage, make_sampler, many_chunks, simulable
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
@@ -41,7 +41,7 @@ from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log, show_log
 
 
-def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> PoSECallback:
+def bind(trainer: Trainer, collator: PositionCollator, pack: Packing | None = None) -> PoSECallback:
     """Lets a trainer and its collator know of each other.
 
     The collator learns the epoch; evaluation gets plain positions; the run is checked before its first step;
@@ -91,7 +91,7 @@ def bind(trainer: Trainer, collator: PositionCollator, pack: str | None = None) 
 class PoSECallback(TrainerCallback):
     """Checks the run before its first step and tells the collator the epoch."""
 
-    def __init__(self, trainer: Trainer, collator: PositionCollator, pack: str | None = None) -> None:
+    def __init__(self, trainer: Trainer, collator: PositionCollator, pack: Packing | None = None) -> None:
         self.trainer, self.collator, self.pack = trainer, collator, pack
         self.boundaries = RestartBoundaries()
         self.answered: dict[str, Any] | None = None
@@ -128,7 +128,7 @@ class PoSECallback(TrainerCallback):
             tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
         if state.is_world_process_zero:
             self._describe()
-        if settings.self_test and settings.sampler != "none":
+        if settings.self_test and make_sampler(settings).skips:
             self._self_test(args)
             with together():
                 # FSDP 1 casts buffers in the first forward.
@@ -181,7 +181,7 @@ class PoSECallback(TrainerCallback):
                     trained["uncut"],
                     trained["anywhere"],
                 )
-            if not trained["skipped"] and self.collator.settings.sampler != "none":
+            if not trained["skipped"] and make_sampler(self.collator.settings).skips:
                 log.warning(
                     "no document had a jump, so nothing beyond %d tokens was trained. Look at chunks, train_length, "
                     "unskipped_ratio and the length of the samples",
@@ -194,8 +194,9 @@ class PoSECallback(TrainerCallback):
         frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
         if frozen:
             log.warning(frozen)
-        settles = settings.chunks == 1 and settings.sampler not in WITHOUT_CHUNKS
-        if settles or settings.unskipped_ratio == 1 or settings.train_length == 1:
+        sampler = make_sampler(settings)
+        one_chunk = settings.chunks == 1 and "chunks" in sampler.options()
+        if one_chunk or settings.unskipped_ratio == 1 or settings.train_length == 1:
             log.warning(
                 "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
                 "plain positions. Use chunks: 2",
@@ -203,11 +204,11 @@ class PoSECallback(TrainerCallback):
                 settings.unskipped_ratio,
                 settings.train_length,
             )
-        elif settings.train_length is not None and settings.sampler != "none" and simulable(settings):
-            # Of many chunks all positions of a row are counted, which takes its time for far targets.
-            draws = 500 if settings.sampler != "sentences" else max(10, min(100, 2**24 // settings.target_length))
+        elif settings.train_length is not None and sampler.skips and simulable(settings):
+            # With many chunks, simulating a row takes time in proportion to the target.
+            draws = max(10, min(100, 2**24 // settings.target_length)) if many_chunks(settings) else 500
             chances = coverage(settings, draws=draws)
-            about = " (with borders as often as usual)" if settings.sampler in BORDERED else ""
+            about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
             log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances.table())
 
     def _self_test(self, args: Any) -> None:

@@ -20,7 +20,8 @@ def _plain_logger(name: str) -> logging.Logger:
 log = _plain_logger("pose_plugin")
 
 
-class _Terminal(logging.StreamHandler):
+# Cannot be subscripted in Python 3.10.
+class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to what sys.stderr is at the time of the message: notebooks and test runners put others in its place."""
 
     @property

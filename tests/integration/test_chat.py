@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
-from pose_plugin.positions import turn_borders
-from pose_plugin.positions.chat import turn_tokens
+from pose_plugin.positions.turn_borders import turn_borders, turn_tokens
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.conftest import make_llama
 from tests.forked import Outcome, forked

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.positions import TurnTokens, draw_windows, turn_borders
-from pose_plugin.positions.chat import turn_tokens
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.positions import draw_windows
+from pose_plugin.positions.turn_borders import TurnTokens, turn_borders, turn_tokens
 from tests.chat_data import TEMPLATES, chat, chat_tokenizer
 
 # Tokens of a chat as ChatML writes it: `S u` opens a user's turn, `S a` an assistant's, `E n` closes each.
@@ -187,9 +186,3 @@ def test_positions_do_not_depend_on_the_other_documents_of_a_batch():
         for i, document in enumerate(documents):
             (alone,) = draw_windows([document], settings(chunks=chunks), 3, [offered[i]])
             assert alone.position_ids.tolist() == together[i].position_ids.tolist()
-
-
-@pytest.mark.parametrize("content", ["skip", "window", "aligned"])
-def test_pieces_of_chats_are_refused(content):
-    with pytest.raises(PoSEError, match=f"content={content} .* sampler=turns reads chats whole"):
-        settings(content=content)

@@ -5,17 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from pose_plugin.config import parse_settings
-from pose_plugin.positions import SAMPLERS, Draws
+from pose_plugin.positions import SAMPLERS, Draws, Rows
 from pose_plugin.positions.draws import integers
 from pose_plugin.positions.layout import Layout
 
 
 def sample(rows: int = 400, window: int = 64, target: int = 512, sampler: str = "pose", seed: int = 0, **options):
-    settings = parse_settings({"target_length": target, "train_length": min(window, target), **options})
-    windows = np.full(rows, window)
-    draws = Draws(np.random.default_rng(seed), rows)
-    return SAMPLERS[sampler](windows, np.full(rows, target), draws, settings)
+    kind = SAMPLERS[sampler]
+    read = {name: value for name, value in options.items() if name in kind.options()}
+    return kind(**read)(Rows(np.full(rows, window), np.full(rows, target)), Draws(np.random.default_rng(seed), rows))
 
 
 def test_layout_writes_positions_as_in_the_paper():
@@ -41,9 +39,8 @@ def test_positions_increase_from_zero_to_below_the_target(sampler, window, targe
 
 
 def test_chunks_are_as_many_as_asked_or_as_tokens_allow():
-    settings = parse_settings({"target_length": 100, "chunks": 5})
-    windows = np.array([3, 50, 1])
-    layout = SAMPLERS["pose"](windows, np.full(3, 100), Draws(np.random.default_rng(0), 3), settings)
+    rows = Rows(np.array([3, 50, 1]), np.full(3, 100))
+    layout = SAMPLERS["pose"](chunks=5)(rows, Draws(np.random.default_rng(0), 3))
     assert (layout.lengths > 0).sum(axis=1).tolist() == [3, 5, 1]
     assert layout.lengths.sum(axis=1).tolist() == [3, 50, 1]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.positions import SAMPLERS, Draws, draw_windows
-from pose_plugin.positions.sentences import SentenceEnds
+from pose_plugin.positions import Draws, Rows, draw_windows, make_sampler
+from pose_plugin.positions.sentence_borders import SentenceBorders
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -29,7 +29,7 @@ class Spelled:
 
 
 def ends(*pieces: str):
-    found = SentenceEnds(Spelled(*pieces)).borders(np.arange(1, len(pieces) + 1))
+    found = SentenceBorders(Spelled(*pieces))(np.arange(1, len(pieces) + 1))
     return None if found is None else found.tolist()
 
 
@@ -61,15 +61,15 @@ def test_ends(pieces, expected):
 
 def test_a_token_is_decoded_once():
     tokenizer = Spelled("One", ".", " Two")
-    found = SentenceEnds(tokenizer)
+    found = SentenceBorders(tokenizer)
     for _ in range(3):
-        assert found.borders(np.array([1, 2, 3, 2, 3])).tolist() == [2, 4]
+        assert found(np.array([1, 2, 3, 2, 3])).tolist() == [2, 4]
     assert tokenizer.decoded == 4, "the anchor and three tokens"
 
 
 def test_without_a_tokenizer():
-    with pytest.raises(PoSEError, match="reads the ends of sentences out of the tokenizer, but got None"):
-        SentenceEnds(None)
+    with pytest.raises(PoSEError, match=r"sampler=sentences .* got None"):
+        SentenceBorders(None)
 
 
 def settings(**changes):
@@ -85,9 +85,8 @@ def test_every_sentence_moves_and_the_first_stays():
 
 
 def test_skips_are_all_sequences_alike():
-    drawn = SAMPLERS["sentences"](
-        np.full(9000, 6), np.full(9000, 8), Draws(np.random.default_rng(0), 9000), settings(), [np.array([2, 4])] * 9000
-    )
+    rows = Rows(np.full(9000, 6), np.full(9000, 8), [np.array([2, 4])] * 9000)
+    drawn = make_sampler(settings())(rows, Draws(np.random.default_rng(0), 9000))
     assert (drawn.lengths == [2, 2, 2]).all()
     sequences = list(itertools.combinations_with_replacement(range(3), 2))
     for first, second in sequences:
@@ -116,17 +115,3 @@ def test_rows_of_both_kinds_do_not_depend_on_one_another():
         (alone,) = draw_windows([document], settings(), 3, [offered[i]])
         assert alone.position_ids.tolist() == together[i].position_ids.tolist()
     assert all(window.position_ids[-1] >= len(window.position_ids) for window in (together[0], together[2]))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"content": "skip"}, "content=skip would leave text out behind every sentence"),
-        ({"chunks": 3}, "chunks=3 has no effect with sampler=sentences"),
-        ({"sampler": "cream", "chunks": 3}, "chunks=3 has no effect with sampler=cream"),
-        ({"sampler": "turns", "variant": "reference"}, "variant=reference has no effect with sampler=turns"),
-    ],
-)
-def test_settings_without_effect_are_refused(changes, message):
-    with pytest.raises(PoSEError, match=message):
-        settings(**changes)

@@ -114,10 +114,3 @@ def test_window_takes_one_piece_from_anywhere():
         assert window.seams.size == 0
         starts.append(int(window.content[0]))
     assert min(starts) < 10 and max(starts) > 126
-
-
-def test_content_that_needs_chunks_is_refused_without_them():
-    for changes in ({"sampler": "none"}, {"sampler": "randpos"}, {"chunks": 1}):
-        for content in ("skip", "aligned"):
-            with pytest.raises(PoSEError, match="content: window"):
-                settings(content=content, **changes)
