@@ -39,5 +39,6 @@ class Layout:
 
 def shifted_indices(lengths: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     """Return 0, 1, 2, … with shift i added over chunk i; shape (sum of lengths,)."""
-    shift_of_each: np.ndarray = np.repeat(shifts, lengths)
-    return shift_of_each + np.arange(len(shift_of_each))
+    indices: np.ndarray = np.repeat(shifts, lengths)
+    indices += np.arange(len(indices))
+    return indices
