@@ -29,6 +29,9 @@ FORMAT = "pose_plugin.beacon/1"
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
+# The attributes of a BeaconCache that belong to the stream, not to how it is read.
+_COPIED = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
+
 
 class PlainCache(Cache):
     """A cache that describes its layers as full attention, for transformers code that asks."""
@@ -251,15 +254,14 @@ class BeaconCache(PlainCache):
     def copy(self) -> BeaconCache:
         """Return an independent cache. It shares the tensors, because none is ever changed in place."""
         twin = BeaconCache()
-        twin.pieces, twin.open, twin.tail = [list(layers) for layers in self.pieces], list(self.open), self.tail
-        twin.tokens, twin.ratios, twin.open_ratio = self.tokens, list(self.ratios), self.open_ratio
-        twin.signature, twin.adapter, twin.mark = dict(self.signature), self.adapter, self.mark
+        for name in _COPIED:
+            value = getattr(self, name)
+            setattr(twin, name, list(value) if isinstance(value, list) else value)
         return twin
 
     def restore(self, twin: BeaconCache) -> None:
         """Return to the state of a `copy`, which must not be used afterwards."""
-        names = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
-        for name in names:
+        for name in _COPIED:
             setattr(self, name, getattr(twin, name))
 
     def save(self, path: str | Path) -> None:

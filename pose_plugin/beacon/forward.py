@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from pose_plugin.utils.errors import PoSEError
 
 @dataclass
 class Call:
-    """The arguments of one forward; see `Reading.forward`."""
+    """The arguments of one forward; see `Reading.forward`. Those with a default are taken from its kwargs."""
 
     text: torch.Tensor
     attention_mask: torch.Tensor | None
@@ -44,17 +44,6 @@ class Call:
     num_items_in_batch: Any = None
     fused_lm_head: bool = False
     return_dict: bool | None = None
-
-    OPTIONS = (
-        "shift_labels",
-        "logits_to_keep",
-        "ratio",
-        "ratios",
-        "headroom",
-        "num_items_in_batch",
-        "fused_lm_head",
-        "return_dict",
-    )
 
     def __post_init__(self) -> None:
         self.shifted_here = self.shift_labels is None and self.labels is not None
@@ -191,7 +180,7 @@ class Reading:
                 **settings,
             )
         text = checks.check_input(input_ids, inputs_embeds, self.embedding.sentinel)
-        options = {name: kwargs.pop(name) for name in Call.OPTIONS if name in kwargs}
+        options = {each.name: kwargs.pop(each.name) for each in fields(Call) if each.name in kwargs}
         call = Call(text, attention_mask, position_ids, cache, labels, use_cache, kwargs, **options)
         with kept_on_error(cache):
             return self._read(call)

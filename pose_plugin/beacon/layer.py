@@ -166,6 +166,7 @@ class BeaconLinear(nn.Module, BeaconLayer):
 
     def touch(self, like: torch.Tensor) -> torch.Tensor:
         """Return a zero that depends on every beacon parameter of the active adapter; see `Reading.touch`."""
+        # Through the modules' own forward: under ZeRO-3, only that makes a parameter whole.
         row = like.new_zeros(1, 1, self.in_features)
         total = like.new_zeros((), dtype=torch.float32)
         if (name := self.active(self.beacon_proj)) is not None:
