@@ -2,16 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/beacon.py                       # the tiny model: two minutes of one core
     OMP_NUM_THREADS=1 python benchmarks/beacon.py --smollm2 FOLDER      # SmolLM2-135M too
-    python benchmarks/beacon.py --quick --output /tmp/beacon            # only to see that it runs
+    python benchmarks/beacon.py --quick --output /tmp/beacon            # only checks that it runs
 
-Random tokens, 4 to 64 times a window of 256, are read once, with an interval of 128 and the smallest ratio that is
-enough (`adapt`). FOLDER holds SmolLM2-135M-Instruct as a Hugging Face folder or a .gguf file; its window of 8192
-is taken as 256 here, so that one core can read 64 times as much. Cost does not depend on what the weights have learned,
-so nothing is trained.
+Random tokens, 4 to 64 times a window of 256, are read once, with an interval of 128 and the smallest ratio that fits
+(`adapt`). FOLDER holds SmolLM2-135M-Instruct as a Hugging Face folder or a .gguf file. Its window of 8192 is set to
+256 here, so that one core can read 64 times as much. Nothing is trained, since cost does not depend on the weights.
 
-- Each measurement is a process of its own, one thread. Time is processor time; memory is the peak of the resident set
-  over what it was with the model loaded and a first short text read.
-- `cache_megabytes` is what is kept of the text when it has been read.
+- Each measurement runs in its own process, with one thread. Time is processor time. Memory is the peak of the resident
+  set minus its size after the model has read a first short text.
+- `cache_megabytes` is the size of the cache after reading.
 
 Claims are ratios within one run: seconds and megabytes are this machine's.
 """
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def measure(source: Path, method: str, factor: int) -> dict[str, Any]:
-    """Reads one text in this process."""
+    """Read one text in this process and return its cost."""
     import torch
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,7 +79,7 @@ def measure(source: Path, method: str, factor: int) -> dict[str, Any]:
     given = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
     place = source.parent if given else source
     config = AutoConfig.from_pretrained(place, **given)
-    # Full attention is to read beyond the window, whose cost is asked about and not its sense.
+    # Full attention reads beyond the window; only its cost matters here, not its output.
     config.max_position_embeddings = max(WINDOW, tokens)
     model: Any = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=torch.float32, **given).eval()
     if method == "beacon":
@@ -114,7 +113,7 @@ def measure(source: Path, method: str, factor: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Growth with the length: each column as a multiple of its own value at the shortest length, and the two beside."""
+    """Return a table of growth: each column as a multiple of its value at the shortest length, and the two divided."""
     cases = {(c["model"], c["method"], c["factor"]): c for c in result["cases"]}
     rows = []
     for model in dict.fromkeys(c["model"] for c in result["cases"]):
@@ -138,11 +137,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time and peak memory by length, one pair of lines a model."""
+    """Draw time and peak memory by length, one pair of lines per model."""
     from pose_plugin.utils.plots import COLOURS
 
     models = list(dict.fromkeys(c["model"] for c in result["cases"]))
-    panels = {"seconds": "processor time (s)", "megabytes": "memory beside the model (MB)"}
+    panels = {"seconds": "processor time (s)", "megabytes": "memory without the model (MB)"}
     with canvas(path, 6.6, 3.0, columns=2) as (figure, grid):
         for axes, (key, label) in zip(grid, panels.items(), strict=True):
             for side, (method, name) in enumerate(METHODS.items()):

@@ -1,4 +1,4 @@
-"""How beacon_learning.py judges: on files that no training showed, with seeds of its own."""
+"""Judging for beacon_learning.py: on files that were not trained on, with separate seeds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from beacon_training import INTERVAL, WINDOW, Data, band, token_losses
 
-PIECE = 512  # tokens that a sliding window is scored in at once
-ROWS = 10  # questions that are read at once
+PIECE = 512  # tokens per forward of a sliding window
+ROWS = 10  # questions per forward
 
 
 @dataclass
@@ -18,14 +18,14 @@ class Beacons:
 
     Args:
         model: a PEFT model with a Beacon adapter.
-        another: the first half of each text is another one's, so that memory is there but says the wrong thing.
+        another: replace the first half of each text with another text's, so that memory holds the wrong facts.
     """
 
     model: Any
     another: bool = False
 
     def second_half(self, ids: Any) -> Any:
-        """Loss of each token behind the middle, given all before it, (rows, tokens / 2)."""
+        """Return the loss of each token of the second half, given all before it, (rows, tokens / 2)."""
         import torch
 
         half = ids.shape[1] // 2
@@ -36,7 +36,7 @@ class Beacons:
         return token_losses(logits, ids[:, half - 1 :])
 
     def last_digit(self, ids: Any) -> Any:
-        """The likeliest token at the last place but one, (rows,)."""
+        """Return the likeliest token at the last position but one, (rows,)."""
         import torch
 
         with torch.no_grad():
@@ -45,10 +45,10 @@ class Beacons:
 
 @dataclass
 class Sliding:
-    """Reads with a sliding window, and full positions: layers pass on what the layers below saw.
+    """Reads with a sliding window and full positions; layers pass on what lower layers saw.
 
     Args:
-        model: a model without beacons, or a PEFT model whose adapter is to be left out.
+        model: a model without beacons, or a PEFT model, whose adapter is then disabled.
         window: raw tokens that each layer sees.
     """
 
@@ -67,7 +67,7 @@ class Sliding:
 
     @property
     def reach(self) -> int:
-        """Tokens before a token that can bear on it, through all layers. What lies before need not be computed."""
+        """How many tokens back a token can see through all layers. Earlier ones need not be computed."""
         return self.model.config.num_hidden_layers * (self.window - 1)
 
     def second_half(self, ids: Any) -> Any:
@@ -87,12 +87,11 @@ class Sliding:
 def judge(
     readers: dict[str, Any], seed: int, lengths: list[int], trials: int, texts: int, library: bool = True
 ) -> dict[str, Any]:
-    """By reader, measure and length: the share of digits found, and mean losses in nats of texts' second halves.
+    """Return, by reader, measure and length, the share of digits found and mean losses (nats) of texts' second halves.
 
-    - digit: the answer's digit is the likeliest token, over documents whose key stands outside the last 128 tokens.
-      Guessing among nine finds 0.11.
-    - facts: of documents whose fact comes again outside of every window of 128; fact digits: of its digits alone.
-    - text: of files of Python's library; left out without `library`.
+    - digit: the answer's digit is the likeliest token; the key is outside the last 128 tokens. Guessing finds 0.11.
+    - facts: documents whose fact recurs outside every window of 128; fact digits: the digits of these only.
+    - text: files of Python's library, if `library` is true.
     """
     import torch
 
@@ -124,7 +123,7 @@ def judge(
 
 
 def by_window(model: Any, seed: int, length: int, windows: list[int], texts: int) -> dict[str, float]:
-    """Loss of the second halves of library texts, by the window that one and the same model reads with."""
+    """Return the loss of the second halves of library texts, by the window that the model reads with."""
     import torch
 
     data, rng = Data(judging=True), random.Random(f"{seed} far")
@@ -138,7 +137,7 @@ def by_window(model: Any, seed: int, length: int, windows: list[int], texts: int
 
 
 def short_inputs_are_the_bases(model: Any) -> bool:
-    """Whether a text of one interval gets exactly the base's logits."""
+    """Return whether a text of one interval gets exactly the base's logits."""
     import torch
 
     ids = torch.arange(10, 10 + INTERVAL)[None]

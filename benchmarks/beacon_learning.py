@@ -1,16 +1,16 @@
-"""Do beacons learn to carry what has left the window? The quick start's tiny model, window 128, on a CPU.
+"""Test whether beacons learn to remember what left the window: the quick start's tiny model, window 128, on a CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py                  # all parts, three seeds
-    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py --parts beacons  # one of them
-    python benchmarks/beacon_learning.py --quick --output /tmp/learning     # only to see that it runs
+    OMP_NUM_THREADS=1 python benchmarks/beacon_learning.py --parts beacons  # one part
+    python benchmarks/beacon_learning.py --quick --output /tmp/learning     # only checks that it runs
 
 Parts, each of which replaces its own numbers in beacon_learning.json:
-- beacons: intervals of 64, the base frozen (beacon_training.py), judged from 4 to 32 times the window
-  (beacon_judging.py) beside the same base with a sliding window.
-- unfrozen: the base itself, all of it, trained on the same batches with a sliding window.
-- far: what tokens beyond the window are worth in library texts to a model of this size that has seen long texts.
-- ablation: the three masks, and the three ways to draw ratios, all trained more shortly, and on the digits alone.
-- axolotl: `axolotl train example_configs/beacon/quickstart.yaml`, and the adapter that it saves judged likewise.
+- beacons: intervals of 64, the base frozen (beacon_training.py), judged at 4 to 32 times the window
+  (beacon_judging.py), and the same base with a sliding window.
+- unfrozen: the base itself, all weights trained on the same batches with a sliding window.
+- far: the gain from tokens beyond the window in library texts, for a model of this size trained on long texts.
+- ablation: the three masks, and the three ways to draw ratios, with fewer steps and a loss on the digits only.
+- axolotl: `axolotl train example_configs/beacon/quickstart.yaml`, and its adapter judged in the same way.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MEASURES = {
 
 
 def values_of(runs: list[dict[str, Any]], measure: str, length: int) -> list[float]:
-    """One value a seed."""
+    """Return one value per seed."""
     return [run[measure][str(length)] for run in runs]
 
 
@@ -66,7 +66,7 @@ def mean(values: list[float]) -> float:
 
 
 def shown(measure: str, values: list[float]) -> str:
-    """The mean (of perplexities, over their logarithms) and, of several seeds, the least and the most."""
+    """Return the mean (of perplexities, over their logarithms) and, for several seeds, the minimum and maximum."""
     text = f"{in_unit(measure, mean(values)):.2f}"
     if len(values) == 1:
         return text
@@ -74,12 +74,12 @@ def shown(measure: str, values: list[float]) -> str:
 
 
 def in_unit(measure: str, value: float) -> float:
-    """Losses become perplexities; shares stay as they are."""
+    """Return the perplexity of a loss; return shares unchanged."""
     return value if measure in ("digit", "training") else math.exp(value)
 
 
 def table(result: dict[str, Any]) -> str:
-    """By measure and reader; mean and range over the seeds."""
+    """Return the main table, by measure and reader: mean and range over the seeds."""
     lengths, rows = result["lengths"], []
     for measure, (label, readers) in MEASURES.items():
         for reader in readers:
@@ -91,7 +91,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def far_table(result: dict[str, Any]) -> str:
-    """Perplexity of library texts by the window that is read with."""
+    """Return the perplexity of library texts by the window that the model reads with."""
     windows = [window for window in FAR if str(window) in result["far"]["long texts"]]
     header = ["library texts, perplexity by window", *map(str, windows)]
     rows = []
@@ -142,7 +142,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 class Run:
-    """The result so far, in a file that every finished part is written to."""
+    """The result so far, saved after each finished part."""
 
     def __init__(self, path: Path, sizes: dict[str, Any]) -> None:
         self.path = path
@@ -156,12 +156,12 @@ class Run:
         self.result["readers"].setdefault(reader, []).append(found)
 
     def kept(self, part: str, steps: int, readers: tuple[str, ...]) -> list[dict[str, Any]]:
-        """What has been run with as many steps and stays; where nothing has, the readers' numbers are dropped."""
-        told = [each for each in self.result["about"].get(part, []) if each["steps"] == steps]
-        if not told:
+        """Return the finished runs with this many steps; if there are none, drop the readers' numbers."""
+        done = [each for each in self.result["about"].get(part, []) if each["steps"] == steps]
+        if not done:
             for reader in readers:
                 self.result["readers"].pop(reader, None)
-        return told
+        return done
 
     def judge(
         self, readers: dict[str, Any], seed: int, lengths: list[int] | None = None, library: bool = True
@@ -175,8 +175,8 @@ class Run:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=None, help="all but axolotl in a quick run")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 10 on; those that are there are kept")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; a quick run leaves axolotl out")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 10 on; finished ones are kept")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--short", type=int, default=500, help="steps of the ablation's runs")
     args = parser.parse_args()
@@ -190,7 +190,7 @@ def main() -> None:
         steps, short, tokens, seeds = 4, 4, 512, 1
         sizes |= {"lengths": LENGTHS[:1], "trials": 2, "texts": 2}
     run = Run(results / "beacon_learning.json", sizes)
-    # Seeds from 10 on: those below were used to choose the settings.
+    # From 10 on, because smaller seeds were used to choose the settings.
     chosen = [10 + seed for seed in range(seeds)]
     for part in args.parts or PARTS[: 4 if args.quick else 5]:
         globals()[f"part_{part}"](run, chosen, short if part == "ablation" else steps, tokens)
@@ -203,8 +203,8 @@ def main() -> None:
 
 
 def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    told = run.kept("beacons", steps, ("beacons", "another", "sliding", "half"))
-    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in told]]:
+    done = run.kept("beacons", steps, ("beacons", "another", "sliding", "half"))
+    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in done]]:
         print(f"beacons, seed {seed}", flush=True)
         start = time.process_time()
         model, losses = training.beacons(steps, seed, tokens)
@@ -213,7 +213,7 @@ def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
         readers |= {"sliding": Sliding(model), "half": Sliding(model, WINDOW // 2)}
         for reader, found in run.judge(readers, seed).items():
             run.add(reader, found)
-        told.append(
+        done.append(
             {
                 "seed": seed,
                 "steps": steps,
@@ -222,23 +222,23 @@ def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
                 "short_inputs_identical": short_inputs_are_the_bases(model),
             }
         )
-        run.result["about"]["beacons"] = told
+        run.result["about"]["beacons"] = done
         run.save()
 
 
 def part_unfrozen(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    told = run.kept("unfrozen", steps, ("unfrozen",))
-    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in told]]:
+    done = run.kept("unfrozen", steps, ("unfrozen",))
+    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in done]]:
         print(f"the base, trained too, seed {seed}", flush=True)
         model = training.unfrozen(steps, seed, tokens)
         run.add("unfrozen", run.judge({"unfrozen": Sliding(model)}, seed)["unfrozen"])
-        told.append({"seed": seed, "steps": steps})
-        run.result["about"]["unfrozen"] = told
+        done.append({"seed": seed, "steps": steps})
+        run.result["about"]["unfrozen"] = done
         run.save()
 
 
 def part_far(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    """Full attention in training; read with windows of several sizes, the largest being full attention."""
+    """Train with full attention, then read with several windows; the largest is full attention."""
     from transformers import AutoModelForCausalLM
 
     length = max(FAR) if tokens == training.STEP_TOKENS else run.sizes["lengths"][0]
@@ -257,7 +257,6 @@ def part_far(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
 
 def part_ablation(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
     names = [*ABLATION] if tokens == training.STEP_TOKENS else [*ABLATION][-1:]
-    # What has been run with as many steps is kept.
     if run.result["ablation"].get("steps") != steps:
         run.result["ablation"] = {"steps": steps, "runs": {}}
     runs, lengths = run.result["ablation"]["runs"], run.sizes["lengths"][:3:2]
@@ -275,7 +274,7 @@ def part_ablation(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
 
 
 def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    """From the committed YAML, with its seed and the next; the folder it writes to is outputs/beacon_quickstart."""
+    """Train from the committed YAML, with its seed and the next ones, into outputs/beacon_quickstart."""
     import yaml
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -286,10 +285,10 @@ def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
     axolotl = [str(Path(sys.executable).with_name("axolotl")), "train", str(config), "--launcher", "python"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, str(config.with_name("quickstart_data.py"))], check=True, cwd=root, env=environment)
-    told = run.kept("axolotl", values["max_steps"], ("axolotl",))
+    done = run.kept("axolotl", values["max_steps"], ("axolotl",))
     for number, seed in enumerate(seeds):
         own = values["seed"] + number
-        if own in [each["seed"] for each in told]:
+        if own in [each["seed"] for each in done]:
             continue
         start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         subprocess.run([*axolotl, "--seed", str(own)], check=True, cwd=root, env=environment)
@@ -297,7 +296,7 @@ def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
         base = AutoModelForCausalLM.from_pretrained(training.BASE)
         model = PeftModel.from_pretrained(base, root / values["output_dir"]).eval()
         run.add("axolotl", run.judge({"axolotl": Beacons(model)}, seed, library=False)["axolotl"])
-        told.append(
+        done.append(
             {
                 "config": str(config.relative_to(root)),
                 "seed": own,
@@ -307,7 +306,7 @@ def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
                 "short_inputs_identical": short_inputs_are_the_bases(model),
             }
         )
-        run.result["about"]["axolotl"] = told
+        run.result["about"]["axolotl"] = done
         run.save()
 
 

@@ -1,4 +1,4 @@
-"""What beacon_learning.py trains: beacons, and the models they are held against."""
+"""Training for beacon_learning.py: beacons, and the models they are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parent.parent / "example_configs"
 BASE = EXAMPLES / "quickstart" / "base"
 WINDOW, INTERVAL = 128, 64
 RATIOS = [2, 4, 8, 16, 32, 64]
-# (share of the steps, ratios, lengths of the documents): a small model must first learn to carry two tokens a beacon.
+# (share of the steps, ratios, lengths of the documents): a small model must first learn to keep two tokens per beacon.
 CURRICULUM = [
     (0.20, [2], [96, 128, 160]),
     (0.35, [2, 4, 8], [128, 192, 256]),
@@ -22,7 +22,7 @@ STEP_TOKENS = 4096
 
 
 def modules() -> tuple[Any, Any]:
-    """The quick start's corpus and the documents of the beacons' example."""
+    """Return the modules of the quick start's corpus and of the beacon example's documents."""
     for folder in ("quickstart", "beacon"):
         sys.path.insert(0, str(EXAMPLES / folder))
     import corpus
@@ -51,21 +51,21 @@ class Data:
         return self.corpus.text_document(self.texts, length, rng)
 
     def facts(self, length: int, rng: random.Random, far: bool) -> tuple[list[int], list[int]]:
-        """Ids, and where the digits stand. `far`: none within 128 tokens of the one before."""
+        """Return ids and the positions of the digits. With `far`, they are more than 128 tokens apart."""
         gap = self.far if far else (self.near[0], min(self.near[1], max(20, length - 90)))
         return self.facts_of.draw(length, gap, rng)
 
     def question(self, length: int, rng: random.Random) -> list[int]:
-        """Ids whose last but one is the digit; it stood before, but not within the last 128 tokens or so."""
+        """Return ids whose last but one is the digit. The key is before, outside about the last 128 tokens."""
         depth = rng.random() * max(0.0, 1 - 1.5 * WINDOW / length)
         made = self.keys.builder.document(length - 1, depth, rng.choice(self.keys.keys)[:1])
         return [*made.input_ids, self.eos]
 
 
 def batches(steps: int, seed: int, tokens: int, digits_only: bool = False) -> Iterator[tuple[int, list[int], Any, Any]]:
-    """(step, ratios, ids, which of them are digits): three steps of four hold facts, every fourth library texts.
+    """Yield (step, ratios, ids, which of them are digits): every fourth step has library texts, the others facts.
 
-    With `digits_only`, what example_configs/beacon/quickstart.yaml trains on: facts alone, all ratios from the start.
+    With `digits_only`, as example_configs/beacon/quickstart.yaml: only facts, and all ratios from the start.
     """
     import torch
 
@@ -94,17 +94,17 @@ def fit(
     losses: Callable[[], Iterator[tuple[Any, Any]]],
     digits_only: bool = False,
 ) -> list[float]:
-    """AdamW, the learning rate falling to zero; a step's loss is the digits' mean plus all others' mean.
+    """Train with AdamW and a falling learning rate; a step's loss is the digits' mean plus the mean of all others.
 
     Args:
-        parameters: trained.
+        parameters: to train.
         steps: of the schedule.
         rate: the highest learning rate.
-        losses: yields (loss of each token, which are digits), (rows, tokens), for each step.
-        digits_only: the digits' mean alone.
+        losses: yields (loss of each token, which are digits) per step, each (rows, tokens).
+        digits_only: use the digits' mean only.
 
     Returns:
-        The digits' loss of each step that has some.
+        The digits' loss of each step that has digits.
     """
     import torch
 
@@ -129,7 +129,7 @@ def fit(
 
 
 def token_losses(logits: Any, ids: Any) -> Any:
-    """Loss of each token but the first, (rows, tokens − 1)."""
+    """Return the loss of each token but the first, (rows, tokens − 1)."""
     from torch.nn import functional as F
 
     flat = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
@@ -139,7 +139,7 @@ def token_losses(logits: Any, ids: Any) -> Any:
 def beacons(
     steps: int, seed: int, tokens: int = STEP_TOKENS, digits_only: bool = False, **changes: Any
 ) -> tuple[Any, list[float]]:
-    """A PEFT model over the frozen base, and the digits' losses in training."""
+    """Train beacons over the frozen base; return the PEFT model and the digits' training losses."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +161,7 @@ def beacons(
 
 
 def unfrozen(steps: int, seed: int, tokens: int = STEP_TOKENS) -> Any:
-    """The base itself trained on the same batches, reading with a sliding window: what is not memory's doing."""
+    """Train the base itself on the same batches with a sliding window: the control without memory."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(BASE).train()
@@ -176,7 +176,7 @@ def unfrozen(steps: int, seed: int, tokens: int = STEP_TOKENS) -> Any:
 
 
 def long_base(steps: int, seed: int, length: int, tokens: int = STEP_TOKENS) -> Any:
-    """The base trained with full attention on library texts of `length` tokens, its RoPE base raised for them."""
+    """Train the base with full attention on library texts of `length` tokens, with a larger RoPE base."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -196,7 +196,7 @@ def long_base(steps: int, seed: int, length: int, tokens: int = STEP_TOKENS) -> 
 
 
 def band(length: int, window: int) -> Any:
-    """The mask of a sliding window, (1, 1, length, length)."""
+    """Return the mask of a sliding window, (1, 1, length, length)."""
     import torch
 
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]

@@ -1,11 +1,11 @@
-"""Documents whose one fact comes again and again, for beacons on the quick start's tiny model.
+"""Make documents with one recurring fact, for beacons on the quick start's tiny model.
 
     python example_configs/beacon/quickstart_data.py      # seconds; writes outputs/beacon_quickstart/train.jsonl
 
-A document names a pass key of one digit, and asks for it and answers now and then; in between is filler. In training
-the gaps are of 8 to 150 tokens; in judging of 130 to 180, so that within a window of 128 tokens there is never a second
-place to read the digit from. The rows' only labels are the digits, in the form Axolotl takes as it is: `input_ids`,
-`attention_mask`, `labels`. Filler is cut at ends of sentences.
+A document gives a pass key of one digit, then asks for it and answers repeatedly, with filler between. The gaps are 8
+to 150 tokens for training and 130 to 180 for judging, where no window of 128 tokens contains the digit twice. Only
+the digits have labels. Rows have the columns that Axolotl reads without a prompt type: `input_ids`, `attention_mask`,
+`labels`. Filler is cut at the ends of sentences.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class FactDocuments:
         self.ends = [at + 1 for at, token in enumerate(self.filler) if token == stop]
 
     def draw(self, length: int, gap: tuple[int, int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """One document.
+        """Draw one document.
 
         Args:
-            length: in tokens; at least what the opening and one answer take, about 80.
-            gap: least and most tokens of filler before a question (fewer where a sentence would be cut).
-            rng: the only source of chance.
+            length: in tokens; at least about 80, for the opening and one answer.
+            gap: minimum and maximum tokens of filler before a question (fewer if a sentence would be cut).
+            rng: the only source of randomness.
 
         Returns:
             Token ids, (length,); the indices of the answers' digits, which the token before predicts.
@@ -60,7 +60,7 @@ class FactDocuments:
         place = rng.choice(self.ends)
 
         def fill(room: int, whole: bool = True) -> list[int]:
-            """Sentences of at most `room` tokens; or exactly so many tokens, the last sentence cut."""
+            """Return sentences of at most `room` tokens; if not `whole`, exactly `room` tokens, the last one cut."""
             nonlocal place
             found = [self.filler[(place + at) % len(self.filler)] for at in range(max(0, room))]
             if whole:
@@ -87,7 +87,7 @@ class FactDocuments:
 
 
 def row(ids: list[int], places: list[int]) -> dict[str, list[int]]:
-    """A training row whose labels are the digits alone."""
+    """Return a training row in which only the digits have labels."""
     labels = [IGNORED] * len(ids)
     for at in places:
         labels[at] = ids[at]

@@ -1,4 +1,4 @@
-"""Activation Beacon with TRL: a frozen model learns to read texts many times its window. One file, to copy from.
+"""Train Activation Beacon with TRL: a frozen model learns to read texts many times its window. One file to copy.
 
     python example_configs/quickstart/make_data.py
     python example_configs/beacon/trl_beacon.py                    # the tiny base of the quick start, on CPU
@@ -7,7 +7,7 @@
     python example_configs/beacon/trl_beacon.py --model HuggingFaceTB/SmolLM2-1.7B-Instruct --data texts.jsonl \\
         --interval 1024 --ratios 2 4 8 16 32 --max-length 16384 --batch-size 1 --learning-rate 5e-5
 
-What differs from any other SFTTrainer script is the line marked (1). Under DeepSpeed ZeRO-3 give `--no-checkpointing`.
+Only the line marked (1) differs from other SFTTrainer scripts. Under DeepSpeed ZeRO-3, use `--no-checkpointing`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(QUICKSTART / "base"), help="name or folder of the base model")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="a JSONL file")
     parser.add_argument("--interval", type=int, default=32, help="tokens that are condensed together")
-    parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 8, 16], help="raw tokens a beacon")
+    parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 8, 16], help="raw tokens per beacon")
     parser.add_argument("--max-length", type=int, default=384, help="longest text, in tokens")
     parser.add_argument("--output", default="outputs/trl_beacon", help="folder to save to")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=8, help="rows a step and process")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows per step and process")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="5e-5 for a large model")
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of making them anew")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     return parser.parse_args()
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         ),
         train_dataset=load_dataset("json", data_files=str(args.data), split="train"),
         processing_class=tokenizer,
-        # In float32: beacons kept in bf16, as a base may be, would not take small steps.
+        # In float32, since in bf16 small steps would be lost to rounding.
         peft_config=BeaconConfig(interval=args.interval, ratios=args.ratios, headroom=0, dtype="float32"),  # (1)
     )
     trainer.train()

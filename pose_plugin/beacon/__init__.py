@@ -5,7 +5,7 @@
     answer = model.generate(question_ids, cache=context)                # ask often
     with condensing(model, ratio=8): …
 
-Importing this package is what makes PEFT know the method: do it before an adapter is loaded.
+Importing this package registers the method with PEFT; import it before loading an adapter.
 Source: Zhang et al., arXiv 2401.03462.
 """
 

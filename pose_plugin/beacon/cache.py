@@ -1,24 +1,27 @@
-"""BeaconCache: condensed memory plus the open interval. All state of a stream is here, none on the model.
+"""BeaconCache: condensed memory and the open interval of one text. All state of a stream is here, none on the model.
 
-Two documents never touch each other because each has a cache of its own. `get_seq_length` is the logical length (tokens
-seen), which is what `generate` reckons with; how many keys are really there is `len_memory + len_tail`.
+- Two documents cannot mix, because each has its own cache.
+- `get_seq_length` is the logical length, tokens seen, which `generate` counts with. The keys that are really cached are
+  `len_memory + len_tail`.
+- While one pass runs, the unmodified model gets an `IntervalView` of the cache, not the cache itself.
+- `save` writes one safetensors file; any process that runs the same model and adapter can read it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import Cache
 
 from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.beacon.ratios import StreamState
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import appearing
 
@@ -26,9 +29,12 @@ FORMAT = "pose_plugin.beacon/1"
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
+# The attributes of a BeaconCache that belong to the stream, not to how it is read.
+_COPIED = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
+
 
 class PlainCache(Cache):
-    """Answers for code that asks a cache what its layers are; here they are all full attention."""
+    """A cache that describes its layers as full attention, for transformers code that asks."""
 
     @property
     def is_linear(self) -> list[bool]:
@@ -42,12 +48,12 @@ class PlainCache(Cache):
         return -1
 
     def __bool__(self) -> bool:
-        # `len` counts layers, so an empty cache would read as False and be replaced where code says `cache or new`.
+        # `len` counts layers, so an empty cache would be false and be replaced where code says `cache or new`.
         return True
 
 
 class IntervalView(PlainCache):
-    """One pass's window on a BeaconCache: what the unmodified model takes for its cache.
+    """The keys and values that one pass sees: the cache that the unmodified model gets.
 
     Everything that a pass depends on is on this object, and writing twice is the same as writing once. So gradient
     checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
@@ -63,23 +69,23 @@ class IntervalView(PlainCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeysValues:
-        """Keys and values of memory, tail and this pass, (batch, heads, rows, head size)."""
+        """Return keys and values of memory, tail and this pass, each (batch, heads, rows, head size)."""
         if not self.sealed:
             self.written[layer_idx] = (key_states, value_states)
-        # Pieces of the past are joined here, once, rather than when the view is made; a stream that was read in another
-        # dtype or on another device is read in this one.
+        # Joined here, layer by layer, because joining all layers when the view is made would double the memory. The
+        # past may come from a file, with another dtype or device; this pass decides.
         past = self.past[layer_idx] if self.past else []
         parts = [(k.to(key_states), v.to(value_states)) for k, v in past] + [(key_states, value_states)]
         return join(keys for keys, _ in parts), join(values for _, values in parts)
 
     def seal(self) -> dict[int, KeysValues]:
-        """Ends writing and hands over what was written. A later recomputation is read, not kept."""
+        """End writing and return what was written. A later recomputation is read, not kept."""
         self.sealed = True
         written, self.written = self.written, {}
         return written
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cached rows of the window: this view counts what is there, unlike BeaconCache."""
+        """Return the cached rows of the window. Unlike BeaconCache, this counts rows that are there."""
         return self.given.memory + len(self.given.tail)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -92,19 +98,24 @@ class IntervalView(PlainCache):
 class BeaconCache(PlainCache):
     """Keys and values of a stream, per layer: memory (beacons, positions 0…m−1) and tail (the open interval).
 
+    Example:
+        context = model.condense(document_ids)
+        context.save("document.safetensors")
+        answer = model.generate(question_ids, cache=BeaconCache.load("document.safetensors"))
+
     Attributes:
         tokens: raw tokens seen in all.
         ratios: the ratio of each condensed interval, in order.
         tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
         open_ratio: the ratio that an interleaved open interval has begun with.
-        signature: what the stream was made with (interval, layout, mask, layers); another model's cache is refused.
-        adapter: the beacon embedding of the adapter that condensed it, (hidden,) in fp32; another adapter's is refused.
-        mark: the tuner, adapter and version of weights that this was last compared with.
-        undoes: whether `before` is kept: assisted decoding takes guesses back that passed an interval's end.
-        before: the stream as it was when the interval condensed last was still raw.
+        signature: what the stream was made with (interval, layout, mask, layers). A model with another one refuses it.
+        adapter: beacon embedding of the adapter that condensed it, (hidden,) in fp32. Another adapter refuses it.
+        mark: the tuner, adapter and version of weights that this cache was last compared with.
+        undoes: whether to keep `before`; assisted decoding may take back guesses that passed the end of an interval.
+        before: the stream when the interval condensed last was still raw.
 
-    Shapes: (batch, key-value heads, rows, head size) for each tensor. Memory is kept in pieces, one an interval, so
-    that a training step can cut gradients between them.
+    Shapes: each tensor is (batch, key-value heads, rows, head size). Memory is kept in one piece per interval, so that
+    a training step can cut gradients between them.
     """
 
     def __init__(self) -> None:
@@ -112,7 +123,7 @@ class BeaconCache(PlainCache):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Empty the cache."""
         self.pieces: list[list[KeysValues]] = []
         self.open: list[KeysValues] = []
         self.tail: tuple[int, ...] = ()
@@ -125,7 +136,7 @@ class BeaconCache(PlainCache):
         self.undoes = False
         self.before: BeaconCache | None = None
 
-    # What is there.
+    # Sizes.
 
     @property
     def len_memory(self) -> int:
@@ -143,17 +154,22 @@ class BeaconCache(PlainCache):
         return sum(kind == RAW for kind in self.tail)
 
     @property
+    def state(self) -> StreamState:
+        """What the choice of the next ratios depends on."""
+        return StreamState(self.len_memory, self.pending, self.open_ratio, max(self.ratios[-1:], default=1))
+
+    @property
     def batch_size(self) -> int:
         """Rows of the batch; −1 while empty."""
-        layers = self.open or (self.pieces[0] if self.pieces else [])
+        layers = self._layers()
         return layers[0][0].shape[0] if layers else -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, condensed ones included."""
+        """Return the tokens seen, condensed ones included."""
         return self.tokens
 
     def __len__(self) -> int:
-        return len(self.open or (self.pieces[0] if self.pieces else []))
+        return len(self._layers())
 
     def __repr__(self) -> str:
         return (
@@ -162,49 +178,48 @@ class BeaconCache(PlainCache):
         )
 
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Return the bytes of all keys and values."""
         return sum(
             t.numel() * t.element_size() for layers in [*self.pieces, self.open] for pair in layers for t in pair
         )
 
+    def _layers(self) -> list[KeysValues]:
+        return self.open or (self.pieces[0] if self.pieces else [])
+
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         raise PoSEError(
-            "cache: a BeaconCache was given to the bare model. Only a model with an enabled Beacon adapter reads it: "
-            "call the PEFT model, outside disable_adapter()."
+            "cache: a BeaconCache was given to the bare model, which cannot read it. Call the PEFT model with an "
+            "enabled Beacon adapter, outside disable_adapter()"
         )
 
-    # What beam search and batches need.
+    # Beam search and batches.
 
-    def _each(self, change: Any) -> None:
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.pieces = [[(change(k), change(v)) for k, v in layers] for layers in self.pieces]
         self.open = [(change(k), change(v)) for k, v in self.open]
         self.before = None
 
-    def _follow(self, fresh: list[KeysValues]) -> None:
-        """Goes on where and in the dtype in which it was read last; a saved stream may come from another model."""
-        first = (self.open or (self.pieces[0] if self.pieces else []))[:1]
-        if first and any((a.dtype, a.device) != (b.dtype, b.device) for a, b in zip(first[0], fresh[0], strict=True)):
-            pairs = [list(zip(layers, fresh, strict=False)) for layers in [*self.pieces, self.open]]
-            moved = [[(k.to(new_k), v.to(new_v)) for (k, v), (new_k, new_v) in layers] for layers in pairs]
-            self.pieces, self.open = moved[:-1], moved[-1]
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes row beam_idx[i], as beam search asks."""
+        """Replace row i with row beam_idx[i], for beam search."""
         self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch."""
         self._each(lambda t: t[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
         self._each(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device | str) -> BeaconCache:
-        """Moves it; returns itself."""
+        """Move all tensors and return the cache."""
         self._each(lambda t: t.to(device))
         return self
 
+    # Copies and files.
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, as far back as they are raw.
+        """Remove the last tokens, as far back as they are raw.
 
         Args:
             tokens_to_remove: minus their number, as in transformers.
@@ -215,8 +230,8 @@ class BeaconCache(PlainCache):
         count = -int(tokens_to_remove)
         if count == 0:
             return
-        if count < 0:
-            raise PoSEError(f"crop: {-count} is not negative; crop(-{-count}) forgets the last {-count} tokens")
+        if count < 0:  # in older transformers, this was the length to keep
+            raise PoSEError(f"crop: {-count} is not negative; crop(-{-count}) removes the last {-count} tokens")
         source = self
         if count > self.pending and self.before is not None:
             source = self.before
@@ -227,8 +242,8 @@ class BeaconCache(PlainCache):
         if left:
             raw = source.pending + self.tokens - source.tokens
             raise PoSEError(
-                f"cache: {count} tokens cannot be taken back, only the last {raw} are still raw. Take a copy() before "
-                "the tokens are read."
+                f"cache: {count} tokens cannot be removed, only the last {raw} are still raw. Take a copy() before "
+                "reading the tokens"
             )
         self.pieces, self.ratios, self.open_ratio = source.pieces, source.ratios, source.open_ratio
         self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open]
@@ -237,36 +252,103 @@ class BeaconCache(PlainCache):
         self.before = None
 
     def copy(self) -> BeaconCache:
-        """A cache that goes its own way. Tensors are shared, since none is ever changed in place."""
+        """Return an independent cache. It shares the tensors, because none is ever changed in place."""
         twin = BeaconCache()
-        twin.pieces, twin.open, twin.tail = [list(layers) for layers in self.pieces], list(self.open), self.tail
-        twin.tokens, twin.ratios, twin.open_ratio = self.tokens, list(self.ratios), self.open_ratio
-        twin.signature, twin.adapter, twin.mark = dict(self.signature), self.adapter, self.mark
+        for name in _COPIED:
+            value = getattr(self, name)
+            setattr(twin, name, list(value) if isinstance(value, list) else value)
         return twin
 
     def restore(self, twin: BeaconCache) -> None:
-        """Becomes what `copy` gave; that one is not to be used afterwards."""
-        names = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
-        for name in names:
+        """Return to the state of a `copy`, which must not be used afterwards."""
+        for name in _COPIED:
             setattr(self, name, getattr(twin, name))
 
     def save(self, path: str | Path) -> None:
-        """Writes the stream to a safetensors file; see `_save`."""
-        _save(self, path)
+        """Write the stream to one safetensors file, atomically: an interrupted save leaves the old file.
+
+        Args:
+            path: the file, e.g. "book.safetensors", in an existing folder.
+
+        Raises:
+            PoSEError: the cache is empty, or something that is not a regular file is there.
+        """
+        if not self.tokens:
+            raise PoSEError("cache: it is empty; condense a text first, cache = model.condense(ids)")
+        # Resolved, so that a link stays a link and its target is replaced.
+        file = Path(path).resolve()
+        if file.exists() and not file.is_file():  # the final rename would replace a pipe or a device
+            raise PoSEError(f"path: {file} is not a regular file; give the name of one, e.g. context.safetensors")
+        whole = self.copy()
+        whole.compact()
+        tensors = {} if whole.adapter is None else {"adapter": whole.adapter.detach().contiguous()}
+        for part, layers in (("memory", whole.pieces[0] if whole.pieces else []), ("open", whole.open)):
+            for index, (keys, values) in enumerate(layers):
+                tensors[f"{part}.{index}.keys"] = keys.detach().contiguous()
+                tensors[f"{part}.{index}.values"] = values.detach().contiguous()
+        state = {
+            "format": FORMAT,
+            "tokens": whole.tokens,
+            "ratios": whole.ratios,
+            "tail": list(whole.tail),
+            "open_ratio": whole.open_ratio,
+            "signature": whole.signature,
+        }
+        with appearing(file) as part_file:
+            part_file.touch(exist_ok=False)
+            # safetensors makes a file that only its owner may read; keep what the umask gives.
+            mode = part_file.stat().st_mode & 0o777
+            save_file(tensors, str(part_file), metadata={"beacon": json.dumps(state)})
+            with suppress(OSError):  # a file system without modes
+                part_file.chmod(mode)
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
-        """Reads what `save` wrote; see `_load`."""
-        return _load(path, device)
+        """Read a file that `save` wrote. Whether it fits the model and the adapter is checked when it is used.
 
-    # What the stream does with it.
+        Args:
+            path: the file.
+            device: where to put the tensors; that of the model.
+
+        Raises:
+            PoSEError: the file holds something else, or its tensors do not match its description.
+        """
+        with safe_open(str(path), framework="pt", device=str(device)) as opened:
+            state = json.loads((opened.metadata() or {}).get("beacon", "{}"))
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no iterator
+        if state.get("format") != FORMAT:
+            raise PoSEError(
+                f"cache: {path} has format {state.get('format')}, not {FORMAT}: cache.save(path) did not write it, or "
+                "another version did; condense the text again"
+            )
+        cache = BeaconCache()
+        cache.signature, cache.adapter = state["signature"], tensors["adapter"]
+        layers = range(cache.signature["layers"])
+        for part in ("memory", "open"):
+            if f"{part}.0.keys" in tensors:
+                found = [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in layers]
+                cache.pieces, cache.open = ([found], []) if part == "memory" else (cache.pieces, found)
+        cache.tail = tuple(state["tail"])
+        cache.tokens, cache.ratios, cache.open_ratio = state["tokens"], state["ratios"], state["open_ratio"]
+        interval, rows = cache.signature["interval"], cache.open[0][0].shape[2] if cache.open else 0
+        beacons = sum(interval // ratio for ratio in cache.ratios)
+        # A description that does not match would shift positions silently.
+        if (cache.len_memory, rows, cache.tokens) != (
+            beacons,
+            cache.len_tail,
+            len(cache.ratios) * interval + cache.pending,
+        ):
+            raise PoSEError(f"cache: {path} does not hold the tensors that it describes; condense the text again")
+        return cache
+
+    # Passes.
 
     def view(self, given: Pass, keep_pieces: int | None = None) -> IntervalView:
-        """The keys and values that one pass sees.
+        """Return the keys and values that one pass sees.
 
         Args:
             given: the pass.
-            keep_pieces: with a number, only that many of the last pieces keep their gradient.
+            keep_pieces: how many of the last pieces keep their gradient; None for all.
         """
         cut = 0 if keep_pieces is None else max(0, len(self.pieces) - keep_pieces)
         past = []
@@ -277,7 +359,7 @@ class BeaconCache(PlainCache):
         return IntervalView(given, past)
 
     def extend(self, given: Pass, written: dict[int, KeysValues]) -> None:
-        """Adds the rows of a pass to the open interval.
+        """Add the rows of a pass to the open interval.
 
         Args:
             given: the pass.
@@ -293,8 +375,16 @@ class BeaconCache(PlainCache):
         self.tail = self.tail + given.rows
         self.tokens += given.raw
 
-    def close(self, index: list[int], place: Any, ratio: int) -> None:
-        """Turns the open interval's beacons into memory and drops its raw rows.
+    def _follow(self, fresh: list[KeysValues]) -> None:
+        """Move the stream to the dtype and device of its newest rows: a saved stream may come from another model."""
+        first = self._layers()[:1]
+        if first and any((a.dtype, a.device) != (b.dtype, b.device) for a, b in zip(first[0], fresh[0], strict=True)):
+            pairs = [list(zip(layers, fresh, strict=False)) for layers in [*self.pieces, self.open]]
+            moved = [[(k.to(new_k), v.to(new_v)) for (k, v), (new_k, new_v) in layers] for layers in pairs]
+            self.pieces, self.open = moved[:-1], moved[-1]
+
+    def close(self, index: list[int], place: Callable[[int, torch.Tensor], torch.Tensor], ratio: int) -> None:
+        """Turn the open interval's beacons into memory and drop its raw rows.
 
         Args:
             index: where the beacons are among the rows of the interval.
@@ -313,172 +403,43 @@ class BeaconCache(PlainCache):
         self.ratios.append(ratio)
 
     def compact(self) -> None:
-        """Joins the pieces of memory; for inference, where nothing cuts gradients between them."""
+        """Join the pieces of memory; for inference, where no gradient is cut between them."""
         if len(self.pieces) > 1:
             layers = range(len(self.pieces[0]))
             joined = [tuple(join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
             self.pieces = [joined]  # type: ignore[list-item]
 
 
-def check_cache(cache: Any, key: str = "cache") -> None:
-    """
+def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors of shape (batch, heads, rows, head size) along the rows."""
+    parts = list(tensors)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def stream_of(cache: Any) -> BeaconCache:
+    """Return the stream that a call continues: the given one, or a new one if the given cache is None or empty.
+
     Raises:
-        PoSEError: a context that is no BeaconCache.
+        PoSEError: another kind of cache that holds tokens, whose uncondensed keys would be dropped.
     """
-    if cache is not None and not isinstance(cache, BeaconCache):
+    # Not `cache or …`: an empty DynamicCache is true, and one with a prompt in it must not be dropped.
+    if isinstance(cache, BeaconCache):
+        return cache
+    if cache is not None and cache.get_seq_length():
         raise PoSEError(
-            f"{key}: {type(cache).__name__} is no BeaconCache; give model.condense(ids), BeaconCache.load(path) or "
-            "BeaconCache()"
+            f"cache: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; give a "
+            "BeaconCache, from model.condense(ids), BeaconCache.load(path) or BeaconCache()"
         )
+    return BeaconCache()
 
 
 @contextmanager
 def kept_on_error(cache: Any) -> Iterator[None]:
-    """A stream is as it was where reading on fails half-way: for want of memory, room in the window, or patience."""
+    """Restore the cache if reading fails part-way."""
     before = cache.copy() if isinstance(cache, BeaconCache) else None
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         if before is not None:
             cache.restore(before)
         raise
-
-
-def _save(cache: BeaconCache, path: str | Path) -> None:
-    """Writes a cache.
-
-    The file appears whole, or what was there stays: a part is written beside it and given its name at the end.
-
-    Args:
-        cache: it must hold a text.
-        path: of the file, e.g. "book.safetensors"; its folder must be there.
-
-    Raises:
-        PoSEError: the cache is empty, or no file can be written there.
-    """
-    check_cache(cache)
-    if not cache.tokens:
-        raise PoSEError("cache: it is empty; condense a text first, cache = model.condense(ids)")
-    file = _file(path)
-    if os.path.exists(file) and not os.path.isfile(file):
-        kind = "a folder" if os.path.isdir(file) else "no ordinary file"
-        raise PoSEError(f"path: {file} is {kind}; give the name of a file, e.g. context.safetensors")
-    # A link stays one, be it /dev/stdout where that is a file: what it names is written.
-    file = Path(os.path.realpath(file))
-    if not os.path.isdir(file.parent):
-        raise PoSEError(f"path: there is no folder {file.parent}; make it first, or save elsewhere")
-    whole = cache.copy()
-    whole.compact()
-    tensors = {}
-    for part, layers in (("memory", whole.pieces[0] if whole.pieces else []), ("open", whole.open)):
-        for index, (keys, values) in enumerate(layers):
-            tensors[f"{part}.{index}.keys"] = keys.detach().contiguous()
-            tensors[f"{part}.{index}.values"] = values.detach().contiguous()
-    if whole.adapter is not None:
-        tensors["adapter"] = whole.adapter.detach().contiguous()
-    state = {
-        "format": FORMAT,
-        "tokens": whole.tokens,
-        "ratios": whole.ratios,
-        "tail": list(whole.tail),
-        "open_ratio": whole.open_ratio,
-        "signature": whole.signature,
-    }
-    _write(file, tensors, {"beacon": json.dumps(state)})
-
-
-def _write(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    try:
-        with appearing(file) as part:
-            part.touch(exist_ok=False)
-            # safetensors gives a file of its own this name, for its owner alone.
-            mode = part.stat().st_mode & 0o777
-            save_file(tensors, str(part), metadata=metadata)
-            with suppress(OSError):  # a disk that knows no modes
-                part.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise PoSEError(
-            f"path: {file} cannot be written ({error}); nothing was changed there. Save elsewhere, or make room"
-        ) from error
-
-
-def _load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
-    """Reads what `save` wrote.
-
-    Args:
-        path: of the file.
-        device: where the tensors go; that of the model.
-
-    Raises:
-        PoSEError: the file is missing, cut off or holds something else, or there is no such device. Whether it fits the
-            model and the adapter is checked when it is used.
-    """
-    file = _file(path)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise PoSEError(f"device: {device!r} cannot be used here ({first}); give 'cpu' or model.device") from error
-    if os.path.isdir(file):
-        raise PoSEError(f"cache: {file} is a folder; give the file that cache.save(path) wrote")
-    try:
-        with safe_open(str(file), framework="pt", device=str(device)) as opened:
-            state = json.loads((opened.metadata() or {}).get("beacon", "{}"))
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no iterator
-    except (OSError, SafetensorError, ValueError) as error:
-        raise PoSEError(f"cache: {file} cannot be read ({error}); write it with cache.save(path)") from error
-    found = state.get("format") if isinstance(state, dict) else None
-    if found != FORMAT:
-        raise PoSEError(
-            f"cache: {file} holds format {found}, not {FORMAT}: no context that cache.save(path) wrote, or another "
-            "version's; condense the text again"
-        )
-    try:
-        return _made(state, tensors)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PoSEError(
-            f"cache: what {file} says of itself is not what it holds ({type(error).__name__}: {error}); condense the "
-            "text again"
-        ) from error
-
-
-def _made(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> BeaconCache:
-    """
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: state and tensors do not go together.
-    """
-    cache = BeaconCache()
-    signature = cache.signature = dict(state["signature"])
-    parts = {}
-    for part in ("memory", "open"):
-        there = any(key.startswith(f"{part}.") for key in tensors)
-        count = signature["layers"] if there else 0
-        parts[part] = [(tensors[f"{part}.{i}.keys"], tensors[f"{part}.{i}.values"]) for i in range(count)]
-    cache.pieces = [parts["memory"]] if parts["memory"] else []
-    cache.open, cache.tail = parts["open"], tuple(int(row) for row in state["tail"])
-    cache.tokens, cache.ratios, cache.open_ratio = state["tokens"], list(state["ratios"]), state["open_ratio"]
-    cache.adapter = tensors["adapter"]
-    interval = signature["interval"]
-    rows = {"memory": sum(interval // ratio for ratio in cache.ratios), "open": len(cache.tail)}
-    for part, layers in parts.items():
-        sizes = {tensor.shape[2] for pair in layers for tensor in pair} or {0}
-        if sizes != {rows[part]}:
-            raise ValueError(f"{sorted(sizes)} rows of {part} where {rows[part]} belong")
-    if cache.tokens != len(cache.ratios) * interval + sum(row == RAW for row in cache.tail):
-        raise ValueError(f"{cache.tokens} tokens in {len(cache.ratios)} intervals and a rest of {cache.pending}")
-    return cache
-
-
-def _file(path: Any) -> Path:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise PoSEError(f"path: {path!r} is no name of a file; give e.g. 'context.safetensors'")
-    name = os.fspath(path)
-    if isinstance(name, bytes) or "\0" in name:
-        raise PoSEError(f"path: {name!r} is no name of a file; give a str or a Path")
-    return Path(name)
-
-
-def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """(batch, heads, rows, head size) of all, along the rows."""
-    parts = list(tensors)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,4 +1,4 @@
-"""BeaconConfig: what an Activation Beacon adapter is trained and read with."""
+"""BeaconConfig: the settings of an Activation Beacon adapter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from peft import PeftConfig
 
-from pose_plugin.beacon.layout import MASKS, STEPWISE
-from pose_plugin.beacon.ratios import ADAPT, CANDIDATES, RANDOM, TRAINING_POLICIES, Window, check_ratio
+from pose_plugin.beacon.layout import MASKS, STEPWISE, Scheme
+from pose_plugin.beacon.ratios import ADAPT, CANDIDATES, RANDOM, TRAINING_POLICIES, BeaconWindow, check_ratio
 from pose_plugin.beacon.register import peft_type
 from pose_plugin.utils.errors import PoSEError
 
 LAYOUTS = ("v1", "v2")
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_EMBEDDINGS = ("embed_tokens", "wte", "lm_head", "embed_in", "embed_out")
+_EMBEDDINGS = {"embed_tokens", "wte", "lm_head", "embed_in", "embed_out"}
 
 
 @dataclass
@@ -23,24 +23,23 @@ class BeaconConfig(PeftConfig):
 
     Args:
         interval: l, tokens that are condensed together.
-        window: L, positions that may be used; None takes what the model knows (max_position_embeddings, the sliding
-            window, or the limit after which a RoPE changes its frequencies, whichever is least).
-        layout: "v1" appends the beacons to their interval: inputs up to one interval stay bit-identical to the base.
-            "v2" puts one behind every α tokens under a plain causal mask, which FlashAttention can run.
+        window: L, positions that may be used. None uses the model's limit: max_position_embeddings, the sliding window,
+            or the length after which a RoPE changes its frequencies, whichever is smallest.
+        layout: "v1" appends the beacons to their interval, so inputs within one interval give the base's logits bit for
+            bit. "v2" puts one after every α tokens under a plain causal mask, which FlashAttention can run.
         mask: what a v1 beacon sees: "stepwise", "segmentation" or "full".
         attend_previous: whether v1 beacons see the memory.
-        ratio: outside training: "adapt" (the smallest that is enough) or a number.
-        train_ratio: in training: "random" (drawn for each interval), "instance" (drawn once a sample), "adapt", or a
-            number.
+        ratio: outside training: "adapt" (the smallest ratio that fits) or a number.
+        train_ratio: in training: "random" (drawn per interval), "instance" (drawn per text), "adapt", or a number.
         ratios: candidates of "adapt" and of the draws. Each divides the interval.
-        headroom: tokens that "adapt" leaves for what is generated.
-        rank: 0 copies each projection; r > 0 adds a delta of rank r to the base's projection on beacon rows.
-        target_modules: projections that beacons get of their own: all of q, k, v, o by default. Keys and values must be
-            among them. MLP projections may be.
-        exclude_modules: names that are left out.
+        headroom: tokens that "adapt" reserves for generation.
+        rank: 0 copies each projection; r > 0 adds a delta of rank r to the base's projection for beacon rows.
+        target_modules: projections that beacons get a copy or delta of: by default q, k, v and o. Keys and values must
+            be among them; MLP projections may be.
+        exclude_modules: names to leave out.
         gradient_intervals: with n, memory older than n intervals is read without gradient; None lets gradients flow
-            through the whole stream.
-        dtype: of the beacon parameters, e.g. "float32"; None takes the base's.
+            through the whole text.
+        dtype: of the beacon parameters, e.g. "float32"; None uses the base's.
         seed: of the training ratios.
 
     Raises:
@@ -55,11 +54,11 @@ class BeaconConfig(PeftConfig):
     ratio: int | str = field(default=ADAPT, metadata={"help": "adapt, or a number."})
     train_ratio: int | str = field(default=RANDOM, metadata={"help": "random, instance, adapt, or a number."})
     ratios: list[int] = field(default_factory=lambda: list(CANDIDATES), metadata={"help": "Candidate ratios."})
-    headroom: int = field(default=1024, metadata={"help": "Tokens that adapt leaves for what is generated."})
+    headroom: int = field(default=1024, metadata={"help": "Tokens that adapt reserves for generation."})
     rank: int = field(default=0, metadata={"help": "0: full copies; r: low-rank deltas."})
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Projections of the beacons."})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Names left out."})
-    gradient_intervals: int | None = field(default=None, metadata={"help": "Gradient reaches back so many intervals."})
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Names to leave out."})
+    gradient_intervals: int | None = field(default=None, metadata={"help": "Intervals that gradients flow back."})
     dtype: str | None = field(default=None, metadata={"help": "dtype of the beacon parameters; None: the base's."})
     seed: int = field(default=0, metadata={"help": "Seed of the training ratios."})
 
@@ -67,66 +66,62 @@ class BeaconConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = peft_type()
         self.task_type = self.task_type or "CAUSAL_LM"
-        for key in ("target_modules", "exclude_modules"):
-            names = getattr(self, key)
-            if not isinstance(names, str | list | tuple | set | None):
-                raise PoSEError(f"{key}: {names!r} is no list of names; write e.g. [q_proj, k_proj, v_proj, o_proj]")
+        # PEFT matches names in a set exactly, and a string as a regular expression.
         if isinstance(self.target_modules, list | tuple):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
         if isinstance(self.exclude_modules, list | tuple):
             self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
-        self._check()
+        self._check_numbers()
+        self._check_ratios()
+        self._check_choices()
 
-    def _check(self) -> None:
-        _one_of("layout", self.layout, LAYOUTS)
-        _one_of("mask", self.mask, MASKS)
-        _whole("interval", self.interval, 2)
-        _whole("headroom", self.headroom, 0)
-        _whole("rank", self.rank, 0)
-        _whole("seed", self.seed, 0)
+    def _check_numbers(self) -> None:
+        least = {"interval": 2, "headroom": 0, "rank": 0, "seed": 0}
         if self.window is not None:
-            _whole("window", self.window, self.interval + 1)
+            least["window"] = self.interval + 1
         if self.gradient_intervals is not None:
-            _whole("gradient_intervals", self.gradient_intervals, 1)
-        given = self.ratios
-        if not isinstance(given, list | tuple | set):
-            raise PoSEError(f"ratios: {given!r} must be a list of numbers, e.g. [2, 4, 8]")
-        if given == list(CANDIDATES):  # the default, shortened to what a small interval can be divided by
-            self.ratios = [ratio for ratio in given if self.interval % ratio == 0]
-        if not self.ratios:
-            raise PoSEError(
-                f"ratios: none of {given} divides the interval of {self.interval} tokens; give ratios that do"
-            )
-        self.ratios = sorted({check_ratio(ratio, self.interval, "ratios") for ratio in self.ratios})
-        for key, value, names in (
-            ("ratio", self.ratio, (ADAPT,)),
-            ("train_ratio", self.train_ratio, TRAINING_POLICIES),
-        ):
-            if isinstance(value, str):
+            least["gradient_intervals"] = 1
+        for key, smallest in least.items():
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise PoSEError(f"{key}: {value!r} must be a whole number ≥ {smallest}")
+
+    def _check_ratios(self) -> None:
+        given = list(self.ratios)
+        if given == list(CANDIDATES):  # the default, without what does not divide a small interval
+            given = [ratio for ratio in given if self.interval % ratio == 0]
+        if not given:
+            raise PoSEError(f"ratios: {self.ratios} has none that divides the interval of {self.interval} tokens")
+        self.ratios = sorted({check_ratio(ratio, self.interval, "ratios") for ratio in given})
+        for key, names in (("ratio", (ADAPT,)), ("train_ratio", TRAINING_POLICIES)):
+            if isinstance(value := getattr(self, key), str):
                 _one_of(key, value, names, " or a number")
             else:
                 check_ratio(value, self.interval, key)
+
+    def _check_choices(self) -> None:
+        _one_of("layout", self.layout, LAYOUTS)
+        _one_of("mask", self.mask, MASKS)
         if self.layout == "v2" and (self.mask != STEPWISE or not self.attend_previous):
             raise PoSEError(
                 f"mask: {self.mask!r}, attend_previous: {self.attend_previous} have no effect in layout v2, whose mask "
                 "is plain causal; leave them out or use layout v1"
             )
-        if self.dtype is not None:
-            self.torch_dtype()
-        if not isinstance(self.target_modules, str):
-            targets = set(self.target_modules or DEFAULT_TARGETS)
-            if named := sorted(targets & set(_EMBEDDINGS)):
-                raise PoSEError(
-                    f"target_modules: {named} would save the whole base embedding with the adapter; leave it out, the "
-                    "beacon's own embedding is always trained"
-                )
-        elif self.target_modules == "all-linear":
+        self.torch_dtype()
+        if self.target_modules == "all-linear":
             raise PoSEError(
-                "target_modules: 'all-linear' is not for Beacon; name the projections, e.g. [q_proj, k_proj, v_proj]"
+                "target_modules: 'all-linear' is not supported; name the projections, e.g. [q_proj, k_proj, v_proj]"
+            )
+        # A string is a regular expression; the model checks what it matches.
+        names = set() if isinstance(self.target_modules, str) else set(self.target_modules or ())
+        if named := sorted(names & _EMBEDDINGS):
+            raise PoSEError(
+                f"target_modules: {named} would save the whole base embedding with the adapter; leave it out, the "
+                "beacon's own embedding is always trained"
             )
 
     def torch_dtype(self) -> Any:
-        """The torch dtype of `dtype`; None where the base's is taken.
+        """Return the torch dtype of `dtype`; None for that of the base.
 
         Raises:
             PoSEError: no floating-point dtype has this name.
@@ -137,23 +132,23 @@ class BeaconConfig(PeftConfig):
             return None
         found = getattr(torch, str(self.dtype).removeprefix("torch."), None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise PoSEError(f"dtype: {self.dtype!r} is no floating-point dtype; use float32, bfloat16 or None")
+            raise PoSEError(f"dtype: {self.dtype!r} is not a floating-point dtype; use float32, bfloat16 or None")
         return found
 
     @property
     def interleaved(self) -> bool:
         return self.layout == "v2"
 
-    def sizes(self, window: int) -> Window:
-        """The window arithmetic for a resolved window size."""
-        return Window(window, self.interval, self.interleaved)
+    @property
+    def scheme(self) -> Scheme:
+        """Where beacons are and what they see."""
+        return Scheme(self.interval, self.mask, self.interleaved, self.attend_previous)
+
+    def sizes(self, window: int) -> BeaconWindow:
+        """Return the window arithmetic for a resolved window size."""
+        return BeaconWindow(window, self.interval, self.interleaved)
 
 
 def _one_of(key: str, value: object, names: tuple[str, ...], also: str = "") -> None:
     if value not in names:
         raise PoSEError(f"{key}: {value!r} is not known; choose {', '.join(map(repr, names))}{also}")
-
-
-def _whole(key: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PoSEError(f"{key}: {value!r} must be a whole number ≥ {least}")

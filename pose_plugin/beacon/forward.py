@@ -1,25 +1,58 @@
-"""Reading texts of any length: the tuner's forward, and what it needs to continue a stream."""
+"""The tuner's forward: reads a text of any length, interval by interval, with the unmodified Hugging Face model.
+
+- `Reading.forward` checks the call, chooses the ratios, and turns what was read into an output with a loss.
+- `Reader` runs the passes, one per interval, each with the memory of the intervals before it.
+- Labels are shifted once over the whole text, and the loss is the model's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pose_plugin.beacon import checks, ratios
-from pose_plugin.beacon.cache import BeaconCache, kept_on_error
+from pose_plugin.beacon.cache import BeaconCache, kept_on_error, stream_of
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
+from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
 from pose_plugin.beacon.losses import CountedOutput, shift_labels, stream_loss, token_figures
-from pose_plugin.beacon.stream import Reader
+from pose_plugin.beacon.ratios import intervals
+from pose_plugin.beacon.rope import rotate
 from pose_plugin.utils.errors import PoSEError
 
 
+@dataclass
+class Call:
+    """The arguments of one forward; see `Reading.forward`. Those with a default are taken from its kwargs."""
+
+    text: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    cache: Any
+    labels: torch.Tensor | None
+    use_cache: bool | None
+    settings: dict[str, Any]
+    shift_labels: torch.Tensor | None = None
+    logits_to_keep: int | torch.Tensor = 0
+    ratio: Any = None
+    ratios: Any = None
+    headroom: int | None = None
+    num_items_in_batch: Any = None
+    fused_lm_head: bool = False
+    return_dict: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.shifted_here = self.shift_labels is None and self.labels is not None
+        if self.shifted_here:
+            self.shift_labels = shift_labels(self.labels)  # type: ignore[arg-type]
+
+
 class Reading:
-    """The forward of BeaconModel, which gives the attributes below."""
+    """The forward of BeaconModel, which provides the attributes below."""
 
     model: Any
     router: Any
@@ -42,7 +75,7 @@ class Reading:
         @property
         def cache_key(self) -> str: ...
         @property
-        def window(self) -> ratios.Window: ...
+        def window(self) -> ratios.BeaconWindow: ...
         @property
         def active_config(self) -> BeaconConfig: ...
         @property
@@ -52,13 +85,11 @@ class Reading:
         @property
         def probe(self) -> Any: ...
 
-    # Ratios.
-
     def set_step(self, step: int) -> None:
-        """Tells the step that training ratios are drawn for; every forward within it is one sample more.
+        """Set the step that training ratios are drawn for; each forward within it draws another sample.
 
-        Called with the trainer's global step before each step, so that all ranks draw the same and a resumed run
-        draws what the first run would have drawn. A loop that never calls it draws by the count of its forwards.
+        Call it with the trainer's global step before each step. All ranks then draw the same, and a resumed run draws
+        what the first run would have drawn. Without it, ratios are drawn by the number of forwards.
         """
         self._step = (int(step), 0)
         self.condensed_since_step = 0
@@ -68,172 +99,130 @@ class Reading:
         self._step = (step, sample + 1)
         return ratios.generator(self.active_config.seed, step, sample)
 
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
     def plan(self, cache: BeaconCache, tokens: int, ratio: Any = None, headroom: int | None = None) -> list[int]:
-        """The ratios of a call that reads `tokens` more tokens; see `ratios.plan` for the rules and errors.
+        """Return the ratios of a call that reads `tokens` more tokens; see `ratios.plan` for rules and errors.
 
         Args:
             cache: the stream so far.
             tokens: new tokens.
-            ratio: a policy for this call; None takes `condensing(…)`, then the configuration.
+            ratio: a policy for this call; None uses that of `condensing(…)`, or the configuration.
             headroom: tokens still to come after them, at least the configured headroom.
         """
         config = self.active_config
-        draws = self.training and torch.is_grad_enabled()
         policy = ratio if ratio is not None else self._ratio_override
         if policy is None:
-            policy = config.train_ratio if draws else config.ratio
+            policy = config.train_ratio if self._trains else config.ratio
         return ratios.plan(
             self.window,
             policy,
             tokens,
-            pending=cache.pending,
-            open_ratio=cache.open_ratio,
-            memory=cache.len_memory,
-            candidates=config.ratios,
+            cache.state,
+            config.ratios,
             headroom=max(config.headroom, headroom or 0),
-            at_least=max(cache.ratios[-1:], default=1),
-            rng=self._generator if draws else None,
+            rng=self._generator if self._trains else None,
         )
 
-    # Reading.
-
-    # Each interval and each text has a layout of its own, and tracing this loop would make a graph for each. Layers
-    # that were compiled by themselves still run compiled.
+    # Each interval has its own layout, so tracing this loop would make a graph for each. Layers that were compiled by
+    # themselves still run compiled.
     @torch.compiler.disable
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        ratio: ratios.Ratio | None = None,
-        ratios: Sequence[int] | None = None,
-        headroom: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Reads (batch, tokens) of any length, in intervals, behind `past_key_values`.
+        """Read (batch, tokens) of any length, in intervals, behind `past_key_values`.
 
         Args:
             input_ids: (batch, tokens); all rows have the same layout.
-            attention_mask: (batch, tokens); padding on the right only, and only where no cache goes on.
-            position_ids: let pass where they count the tokens, otherwise refused.
+            attention_mask: (batch, tokens); padding on the right only, and only if no cache continues.
+            position_ids: ignored if they number the tokens, otherwise refused.
             past_key_values: a BeaconCache to continue, in place; also accepted as `cache`.
             inputs_embeds: (batch, tokens, hidden) instead of ids.
-            labels: (batch, tokens), −100 where no loss is wanted; shifted once over the whole input.
-            use_cache: whether the cache is returned; None: outside training.
-            logits_to_keep: how many of the last tokens' logits to return; 0 for all.
-            ratio: "adapt" or a fixed ratio for this call.
-            ratios: one ratio for each interval that this call condenses.
-            headroom: tokens still to come, for "adapt".
-            kwargs: `num_items_in_batch`, `shift_labels`, `fused_lm_head` (with labels: per-token figures instead of
-                logits, as TRL 1.16 asks for), and settings for the model.
+            labels: (batch, tokens), −100 for no loss; shifted once over the whole input.
+            use_cache: whether to return the cache; None: outside training.
+            kwargs: `logits_to_keep` (how many of the last logits to return, 0 for all); `ratio` ("adapt" or a fixed
+                ratio for this call); `ratios` (one per interval that this call condenses); `headroom` (tokens still to
+                come, for "adapt"); `num_items_in_batch`; `shift_labels`; `fused_lm_head` (with labels: per-token
+                figures instead of logits, for TRL 1.16); and settings for the model.
 
         Returns:
-            CausalLMOutputWithPast: loss, logits (batch, kept tokens, vocabulary), the BeaconCache. TokenOutput where
+            CausalLMOutputWithPast: loss, logits (batch, kept tokens, vocabulary), the BeaconCache. TokenOutput if
             `fused_lm_head` is true.
 
         Raises:
-            PoSEError: it does not fit the window, or something that cannot be condensed rightly (see `checks`). The
-                cache is then as it was.
+            PoSEError: the text does not fit the window, or cannot be condensed correctly (see `checks`). The cache is
+                then as it was before.
         """
+        # transformers 5.24 calls it cache, earlier versions past_key_values.
         cache = kwargs.pop("cache", None)
         cache = past_key_values if cache is None else cache
         if self.disabled:
-            if isinstance(cache, BeaconCache):
-                raise PoSEError("cache: a BeaconCache was given while the adapter is disabled; leave it out there")
-            given = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                self.cache_key: cache,
-                "inputs_embeds": inputs_embeds,
-                "labels": labels,
-                "use_cache": use_cache,
-                "logits_to_keep": logits_to_keep,
-            }
-            return self._call(**given, **kwargs)
-        checks.check_headroom(headroom)
-        with kept_on_error(cache):
-            return self._read(
-                input_ids,
-                inputs_embeds,
-                attention_mask,
-                position_ids,
-                cache,
-                labels,
-                use_cache,
-                logits_to_keep,
-                checks.policy(ratio, ratios),
-                headroom,
-                kwargs,
+            own = ("ratio", "ratios", "headroom")
+            settings = {key: value for key, value in kwargs.items() if key not in own}
+            return self._call(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                **{self.cache_key: cache},
+                **settings,
             )
+        text = checks.check_input(input_ids, inputs_embeds, self.embedding.sentinel)
+        options = {each.name: kwargs.pop(each.name) for each in fields(Call) if each.name in kwargs}
+        call = Call(text, attention_mask, position_ids, cache, labels, use_cache, kwargs, **options)
+        with kept_on_error(cache):
+            return self._read(call)
 
     @property
     def _call(self) -> Any:
         return self._base_forward if self._base_forward is not None else self.model
 
-    def _read(
-        self,
-        ids: torch.Tensor | None,
-        embedded: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        cache: Cache | None,
-        labels: torch.Tensor | None,
-        use_cache: bool | None,
-        logits_to_keep: int | torch.Tensor,
-        ratio: Any,
-        headroom: int | None,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        given = checks.check_input(ids, embedded, self.embedding, self.model)
-        config, tokens = self.active_config, given.shape[1]
-        checks.check_attention(self.attention, config)
-        if self.training and torch.is_grad_enabled():
+    def _read(self, call: Call) -> Any:
+        checks.check_attention(self.attention, self.active_config)
+        if self._trains:
             checks.check_checkpointing(self._decoder_layers)
             checks.check_unpacked(self.probe, "gradients")
-        stream = self._continue(cache, given.shape[0])
-        carries = cache is not None or use_cache is True
-        padded = checks.check_mask(attention_mask, tokens, stream.tokens, carries)
-        checks.check_positions(position_ids, attention_mask, tokens, stream.tokens)
-        items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
-        checks.check_labels("labels", labels, given.shape[:2])
-        checks.check_labels("shift_labels", shifted, given.shape[:2])
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise PoSEError(f"logits_to_keep: {logits_to_keep} must be 0 (all) or how many of the last to return")
-        fused = bool(kwargs.pop("fused_lm_head", False))
-        given_shifted = shifted is not None
-        if shifted is None and labels is not None:
-            shifted = shift_labels(labels)
-        return_dict = kwargs.pop("return_dict", None)
-        if kwargs.pop("output_attentions", None):
-            raise PoSEError("output_attentions: the intervals have attentions of different sizes; leave it out")
-        extra = checks.check_extra(kwargs, tokens)
-        keep = logits_to_keep if isinstance(logits_to_keep, int) else None
-        chosen = self.plan(stream, tokens, ratio, headroom)
-        reader = Reader(self, self._call, stream, extra, keep or None if shifted is None else None)
-        reading = reader.read(ids, embedded, chosen)
-        self.condensed_since_step += reading.condensed
-        logits: Any = reading.all_logits()
-        # A zero that a text within one interval needs, since it reads no beacon.
-        zero: Any = 0
-        if self.training and torch.is_grad_enabled() and not reading.condensed:
-            zero = self.touch(logits)
-        if fused and shifted is not None:
-            cut = slice(None) if given_shifted else slice(-1)
+        rows, tokens = call.text.shape[:2]
+        stream = self._continue(call.cache, rows)
+        carries = call.cache is not None or call.use_cache is True
+        padded = checks.check_mask(call.attention_mask, tokens, carries)
+        checks.check_positions(call.position_ids, call.attention_mask, tokens, stream.tokens)
+        checks.check_labels(call.shift_labels, call.text.shape[:2])
+        extra = checks.check_extra(call.settings, tokens)
+        chosen = self.plan(stream, tokens, checks.one_policy(call.ratio, call.ratios), call.headroom)
+        # A loss needs all logits; a tensor of indices is applied to all of them afterwards.
+        keep = call.logits_to_keep if isinstance(call.logits_to_keep, int) and call.shift_labels is None else 0
+        reader = Reader(self, self._call, stream, extra, keep or None)
+        outcome = reader.read(call.text, chosen)
+        self.condensed_since_step += outcome.condensed
+        return self._output(call, outcome, None if padded else stream)
+
+    def _output(self, call: Call, outcome: Outcome, stream: BeaconCache | None) -> Any:
+        logits, shifted, items = outcome.all_logits(), call.shift_labels, call.num_items_in_batch
+        zero: Any = self.touch(logits) if self._trains and not outcome.condensed else 0
+        if call.fused_lm_head and shifted is not None:
+            # The last token predicts nothing if the labels were shifted here.
+            cut = slice(-1) if call.shifted_here else slice(None)
             figures = token_figures(logits[:, cut], shifted[:, cut], items)
             figures.loss, figures.log_probs = figures.loss + zero, figures.log_probs + zero
             return figures
         loss: Any = None
-        hidden: Any = reading.all_hidden()
         output_cls: Any = CausalLMOutputWithPast
         counts: dict[str, Any] = {}
         if shifted is not None:
-            loss = stream_loss(self.model, logits, labels, shifted, items) + zero
+            loss = stream_loss(self.model, logits, call.labels, shifted, items) + zero
             if self.report_statistics:
                 output_cls, figures = CountedOutput, token_figures(logits.detach(), shifted)
                 counts = {
@@ -241,42 +230,43 @@ class Reading:
                     "entropy_sum": figures.entropy.sum(),
                     "num_valid_tokens": figures.label_mask.sum(),
                 }
-            if isinstance(logits_to_keep, int) and logits_to_keep:
-                logits = logits[:, -logits_to_keep:]
-        if not isinstance(logits_to_keep, int):
-            logits = logits[:, logits_to_keep]
+        if not isinstance(call.logits_to_keep, int):
+            logits = logits[:, call.logits_to_keep]
+        elif call.logits_to_keep:
+            logits = logits[:, -call.logits_to_keep :]
+        output = output_cls(loss=loss, logits=logits, hidden_states=outcome.all_hidden(), **counts)
         by_default = not self.training and getattr(self.model.config, "use_cache", True)
-        keeps = use_cache if use_cache is not None else (cache is not None or by_default)
-        output = output_cls(loss=loss, logits=logits, hidden_states=hidden, **counts)
-        if keeps and not padded:
+        keeps = call.use_cache if call.use_cache is not None else (call.cache is not None or by_default)
+        if keeps and stream is not None:
             output[self.cache_key] = stream
-        return output.to_tuple() if return_dict is False else output
+        return output.to_tuple() if call.return_dict is False else output
 
     def touch(self, like: torch.Tensor) -> torch.Tensor:
-        """A zero loss that depends on every beacon parameter.
+        """Return a zero loss that depends on every beacon parameter.
 
-        A text within one interval reads no beacon; DDP would wait for gradients that never come.
+        A text within one interval reads no beacon, and DDP would wait for gradients that never come.
         """
         layers = [module for module in self.model.modules() if isinstance(module, BeaconLinear | BeaconEmbedding)]
         return sum((layer.touch(like) for layer in layers), like.new_zeros((), dtype=torch.float32))
 
-    def _continue(self, cache: Cache | None, batch: int) -> BeaconCache:
-        """The stream to go on with, its rows as many as the input's."""
-        stream = checks.stream_of(cache)
+    def _continue(self, cache: Any, batch: int) -> BeaconCache:
+        """Return the stream to continue, with as many rows as the input."""
+        stream = stream_of(cache)
         row = self.embedding.row().detach()[0].float()
-        checks.check_origin(stream, self.signature(), row, (id(self), *self.active_adapters, self.embedding.version))
+        mark = (id(self), *self.active_adapters, self.embedding.version)
+        checks.check_origin(stream, self.signature(), row, mark)
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
                 raise PoSEError(
                     f"cache: it holds {stream.batch_size} rows, the input {batch}; give a multiple of "
-                    f"{stream.batch_size} rows. Beam search leaves a row a beam behind where a cache is continued in "
+                    f"{stream.batch_size} rows. Beam search leaves one row per beam in a cache that it continues in "
                     "place: pass it as cache=…, which keeps it as it was"
                 )
             stream.batch_repeat_interleave(batch // stream.batch_size)  # beams, or several questions on one text
         return stream
 
     def signature(self) -> dict[str, Any]:
-        """What a cache must have been made with to be continued here."""
+        """Return what a cache must have been made with to be continued here."""
         config, text = self.active_config, self.model.config.get_text_config()
         return {
             "interval": config.interval,
@@ -285,3 +275,127 @@ class Reading:
             "layers": int(text.num_hidden_layers),
             "hidden_size": int(text.hidden_size),
         }
+
+
+@dataclass
+class Outcome:
+    """The outputs of the raw rows of all passes of a call."""
+
+    logits: list[torch.Tensor] = field(default_factory=list)
+    hidden: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    condensed: int = 0
+
+    def all_logits(self) -> torch.Tensor:
+        """Return (batch, kept tokens, vocabulary)."""
+        return self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits, dim=1)
+
+    def all_hidden(self) -> tuple[torch.Tensor, ...] | None:
+        """Return (batch, tokens, hidden) per layer; None if hidden states were not requested."""
+        if not self.hidden:
+            return None
+        return tuple(torch.cat(layer, dim=1) for layer in zip(*self.hidden, strict=True))
+
+
+@dataclass
+class Reader:
+    """Runs the passes of one call.
+
+    Args:
+        tuner: the BeaconModel.
+        call: the base model's unmodified forward.
+        cache: the stream; it is changed in place.
+        extra: arguments for every pass.
+        keep: how many of the last tokens' logits to return; None for all.
+    """
+
+    tuner: Any
+    call: Callable[..., Any]
+    cache: BeaconCache
+    extra: dict[str, Any]
+    keep: int | None = None
+
+    def read(self, text: torch.Tensor, ratios: list[int]) -> Outcome:
+        """Read new tokens behind the cache.
+
+        Args:
+            text: ids, (batch, tokens), or embeddings, (batch, tokens, hidden).
+            ratios: see `ratios.plan`.
+        """
+        scheme, cache, tokens = self.tuner.active_config.scheme, self.cache, text.shape[1]
+        condensed, _ = intervals(tokens, scheme.interval, cache.pending)
+        result, at = Outcome(condensed=condensed), 0
+        for index in range(condensed + 1):
+            count = min(scheme.interval - cache.pending, tokens - at)
+            ratio = ratios[index] if index < len(ratios) else 0
+            if scheme.interleaved and not cache.tail:
+                cache.open_ratio = ratio
+            given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing=index < condensed)
+            wanted = count if self.keep is None else max(0, min(count, at + count - (tokens - self.keep)))
+            self._pass(given, text[:, at : at + count], wanted, result)
+            at += count
+        return result
+
+    def _pass(self, given: Pass, text: torch.Tensor, wanted: int, result: Outcome) -> None:
+        tuner, device = self.tuner, text.device
+        view = self.cache.view(given, tuner.active_config.gradient_intervals)
+        raw = [at for at, row in enumerate(given.rows) if row == RAW]
+        kept = raw[len(raw) - wanted :]
+        slices = "logits_to_keep" in tuner.accepts
+        # The hooks on the attention modules set it again from the view; the embedding has no such hook.
+        tuner.router.given = given
+        try:
+            inputs: dict[str, Any] = self._inputs(given, text)
+            inputs["position_ids"] = torch.tensor([positions(given)], device=device)
+            if slices:  # 0 would keep all rows, so an empty index asks for none
+                index = torch.tensor(kept, dtype=torch.long, device=device)
+                inputs["logits_to_keep"] = 0 if len(kept) == len(given.rows) else index
+            output = self.call(**{tuner.cache_key: view}, use_cache=False, return_dict=True, **self.extra, **inputs)
+        finally:
+            tuner.router.given = None
+        written = view.seal()
+        if not written or sorted(written) != list(range(len(written))):
+            raise PoSEError(
+                f"model: {type(tuner.model).__name__} wrote layers {sorted(written)} to the cache it was given; Beacon "
+                "needs a decoder whose layers all call cache.update"
+            )
+        self.cache.extend(given, written)
+        if wanted:
+            result.logits.append(output.logits if slices else output.logits[:, kept])
+        if output.hidden_states is not None and raw:
+            rows = torch.tensor(raw, device=device)
+            result.hidden.append(tuple(layer.index_select(1, rows.to(layer.device)) for layer in output.hidden_states))
+        if given.closing:
+            self._close(given)
+
+    def _inputs(self, given: Pass, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        embedding, inputs = self.tuner.embedding, {}
+        if text.dim() == 3:
+            inputs["inputs_embeds"] = embedding.insert(text, given)
+        elif given.beacons:
+            ids = torch.cat([text, text.new_full((text.shape[0], given.beacons), embedding.sentinel)], dim=1)
+            inputs["input_ids"] = ids if given.order is None else ids[:, given.order]
+        else:
+            inputs["input_ids"] = text
+        if not given.plain:
+            inputs["attention_mask"] = self._mask(given, text.device)
+        return inputs
+
+    def _mask(self, given: Pass, device: torch.device) -> torch.Tensor:
+        """Return (1, 1, rows, keys): bool for sdpa, or what eager adds to the scores."""
+        seen = visible(given, device)[None, None]
+        if self.tuner.attention == "sdpa":
+            return seen
+        dtype = self.tuner.compute_dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+
+    def _close(self, given: Pass) -> None:
+        index, shifts = moves(given)
+        tuner, inv_freq = self.tuner, self.tuner.rotary.inv_freq
+        shift = torch.tensor(shifts, device=inv_freq.device)
+
+        def place(layer: int, keys: torch.Tensor) -> torch.Tensor:
+            return rotate(keys, shift, inv_freq) if tuner.rotates(layer) else keys
+
+        self.cache.close(index, place, given.ratio)
+        if not torch.is_grad_enabled():
+            self.cache.compact()

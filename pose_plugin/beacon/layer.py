@@ -1,8 +1,8 @@
-"""The adapter's layers: raw rows go through the base, beacon rows through projections of their own.
+"""The adapter's layers: raw rows go through the base's projections, beacon rows through the adapter's.
 
-Which rows are beacons is not told by the model's code, which calls `q_proj(x)` and no more. A `Router`, shared by the
-layers of a model, holds the current pass; a hook on each attention module sets it from the pass's own cache view, so
-that a layer which gradient checkpointing runs again in the backward pass is routed like the first time.
+The model's code only calls `q_proj(x)` and does not pass which rows are beacons. So a `Router`, shared by the layers of
+a model, holds the current pass. A hook on each attention module sets it from the pass's own cache view: a layer that
+gradient checkpointing runs again in the backward pass is then routed like the first time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from pose_plugin.utils.errors import PoSEError
 
 
 class Router:
-    """The pass that runs now, and whether a tuner still drives the model."""
+    """The pass that runs now, and the tuner that drives the model.
+
+    The reference to the tuner is weak, since the tuner owns the model whose layers hold this router.
+    """
 
     def __init__(self, tuner: Any = None) -> None:
         self.given: Pass | None = None
@@ -34,6 +37,7 @@ class Router:
         self.tuner = weakref.ref(tuner) if tuner is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Router:
+        # The copied layers must follow the copied tuner, or the old one if only the model is copied.
         twin = Router()
         memo[id(self)] = twin
         old = self.tuner() if self.tuner is not None else None
@@ -42,33 +46,34 @@ class Router:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
+        # A weak reference cannot be pickled.
         return {"given": None, "seeds": self.seeds, "tuner": None}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of an attention module."""
+        """Set the pass, as forward pre-hook of an attention module."""
         view = kwargs.get("cache", kwargs.get("past_key_values"))
         self.given = view.given if isinstance(view, IntervalView) else None
         if self.tuner is not None:
             self.driver()
 
     def driver(self) -> Any:
-        """The tuner.
+        """Return the tuner.
 
         Raises:
-            PoSEError: it is gone.
+            PoSEError: it was dropped.
         """
         tuner = self.tuner() if self.tuner is not None else None
         if tuner is None:
             raise PoSEError(
-                "adapter: these Beacon layers have lost their tuner, so the text would never be condensed. "
+                "adapter: these Beacon layers have lost their tuner, so no text would be condensed. "
                 "model.load_adapter() and inject_adapter_in_model() drop it: load with "
-                "peft.PeftModel.from_pretrained(model, path) or get_peft_model, and keep what it returns."
+                "peft.PeftModel.from_pretrained(model, path) or get_peft_model, and keep the returned model"
             )
         return tuner
 
 
 class BeaconLayer(BaseTunerLayer):
-    """What both layers share."""
+    """Base class of both layers: the base layer, the router and the active adapter."""
 
     def __init__(self, base_layer: nn.Module, router: Router) -> None:
         self.base_layer = base_layer
@@ -77,7 +82,7 @@ class BeaconLayer(BaseTunerLayer):
         self.merged_adapters: list[str] = []
 
     def active(self, names: Any) -> str | None:
-        """The adapter that beacon rows use here; None where the layer has none."""
+        """Return the adapter that beacon rows use here; None if the layer has none."""
         return next((name for name in self.active_adapters if name in names), None)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -88,15 +93,15 @@ class BeaconLayer(BaseTunerLayer):
 
 
 def cannot_merge() -> PoSEError:
-    """Merging would send raw tokens through the beacons' projections."""
+    """Return the error for merging, which would send raw tokens through the beacons' projections."""
     return PoSEError(
-        "merge: a Beacon adapter cannot be merged. Its projections act on beacon rows only, the base's on all others. "
-        "Save it with save_pretrained and load it with PeftModel.from_pretrained; unload() gives the base back."
+        "merge: a Beacon adapter cannot be merged, since its projections act on beacon rows only. Save it with "
+        "save_pretrained and load it with PeftModel.from_pretrained; unload() returns the base"
     )
 
 
 class BeaconLinear(nn.Module, BeaconLayer):
-    """A projection with a second one for beacon rows: a full copy, or a delta of rank r on the base's.
+    """A projection with a second one for beacon rows: a full copy, or the base's plus a delta of rank r.
 
     Shapes: (batch, rows, in) → (batch, rows, out).
     """
@@ -114,7 +119,7 @@ class BeaconLinear(nn.Module, BeaconLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: BeaconConfig) -> None:
-        """Adds an adapter: the copy starts as this layer's own weights, dequantised; the delta starts as zero."""
+        """Add an adapter: a copy starts as this layer's weights, dequantised; a delta starts as zero."""
         base: Any = self.get_base_layer()
         checks.check_unpacked(base, "copying its weights")
         with torch.no_grad(), _whole(base):
@@ -134,7 +139,7 @@ class BeaconLinear(nn.Module, BeaconLayer):
                 down = _linear(self.in_features, config.rank, device, dtype)
                 up = _linear(config.rank, self.out_features, device, dtype)
                 if device.type != "meta":
-                    # A private generator: adding an adapter must not move the global one.
+                    # A private generator, since adding an adapter must not change the state of the global one.
                     rng = torch.Generator().manual_seed(config.seed * 1_000_003 + self.router.seeds)
                     down.weight.copy_(torch.randn(down.weight.shape, generator=rng) / self.in_features**0.5)
                     up.weight.zero_()
@@ -156,11 +161,12 @@ class BeaconLinear(nn.Module, BeaconLayer):
         return self.base_layer(rows) + self.delta(rows, name)
 
     def delta(self, rows: torch.Tensor, name: str) -> torch.Tensor:
-        """B·A·x for beacon rows, (batch, beacons, out)."""
+        """Return B·A·x for beacon rows, (batch, beacons, out)."""
         return _apply(self.beacon_B[name], _apply(self.beacon_A[name], rows))
 
     def touch(self, like: torch.Tensor) -> torch.Tensor:
-        """A zero that depends on every beacon parameter of the active adapter."""
+        """Return a zero that depends on every beacon parameter of the active adapter; see `Reading.touch`."""
+        # Through the modules' own forward: under ZeRO-3, only that makes a parameter whole.
         row = like.new_zeros(1, 1, self.in_features)
         total = like.new_zeros((), dtype=torch.float32)
         if (name := self.active(self.beacon_proj)) is not None:
@@ -171,9 +177,9 @@ class BeaconLinear(nn.Module, BeaconLayer):
 
 
 class BeaconEmbedding(nn.Module, BeaconLayer):
-    """The input embedding with one row more, the beacon's: token id `sentinel`, which is the embedding's size.
+    """The input embedding with one more row, the beacon's: token id `sentinel`, which is the embedding's size.
 
-    Vocabulary and lm_head stay as they are. Shapes: (batch, rows) → (batch, rows, hidden).
+    Vocabulary and lm_head are unchanged. Shapes: (batch, rows) → (batch, rows, hidden).
     """
 
     adapter_layer_names = ("beacon_embedding",)
@@ -187,12 +193,12 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
         self.update_layer(adapter_name, config, eos)
 
     def update_layer(self, adapter_name: str, config: BeaconConfig, eos: Any) -> None:
-        """Adds an adapter, starting from the EOS token's embedding as the base computes it.
+        """Add an adapter. Its row starts as the EOS token's embedding, as the base computes it.
 
         Args:
             adapter_name: its name.
             config: its configuration.
-            eos: id of the EOS token, several, or None: then it starts from the mean of all embeddings.
+            eos: id of the EOS token, or several; None: the row starts as the mean of all embeddings.
         """
         base: Any = self.get_base_layer()
         with torch.no_grad(), _whole(base):
@@ -211,17 +217,14 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
             self.beacon_embedding[adapter_name] = row
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def row(self, like: torch.Tensor | None = None) -> torch.Tensor:
-        """The beacon's embedding, (1, hidden)."""
-        name = self.active(self.beacon_embedding)
-        if name is None:
-            raise PoSEError(f"adapter: {self.active_adapters} has no beacon embedding; activate a Beacon adapter")
-        embedding: Any = self.beacon_embedding[name]
+    def row(self) -> torch.Tensor:
+        """Return the beacon's embedding, (1, hidden)."""
+        embedding: Any = self.beacon_embedding[self.active(self.beacon_embedding)]  # type: ignore[index]
         return embedding(torch.zeros(1, dtype=torch.long, device=embedding.weight.device))
 
     @property
     def version(self) -> int:
-        """Changes whenever the active adapter's embedding does."""
+        """A number that changes whenever the active adapter's embedding does; −1 if torch does not count changes."""
         name = self.active(self.beacon_embedding)
         weight: Any = self.beacon_embedding[name].weight if name is not None else None
         return -1 if weight is None or weight.is_inference() else int(weight._version)
@@ -231,28 +234,29 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
         if given is None or not given.beacons or self.disable_adapters:
             return self.base_layer(ids, *args, **kwargs)
         beacon = ids == self.sentinel
+        # The base has no row for the sentinel, so it looks up row 0 instead, which is then replaced.
         embedded = self.base_layer(torch.where(beacon, 0, ids), *args, **kwargs)
         return torch.where(beacon[..., None], self.row().to(embedded.dtype), embedded)
 
     def insert(self, embedded: torch.Tensor, given: Pass) -> torch.Tensor:
-        """Puts beacon rows between (or behind) embedded raw tokens: (batch, n, hidden) → (batch, rows, hidden)."""
+        """Put beacon rows between (or behind) embedded raw tokens: (batch, n, hidden) → (batch, rows, hidden)."""
         if not given.beacons:
             return embedded
         own = self.row().to(embedded.dtype).expand(embedded.shape[0], given.beacons, -1)
         return _ordered(torch.cat([embedded, own], dim=1), given)
 
     def touch(self, like: torch.Tensor) -> torch.Tensor:
-        """See BeaconLinear.touch."""
+        """Return a zero that depends on the beacon's embedding; see `Reading.touch`."""
         return self.row().float().sum() * 0
 
 
 def rows_of(embedding: Any) -> int:
-    """Tokens of an embedding."""
+    """Return the number of tokens of an embedding."""
     return int(getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0])
 
 
 def route(x: torch.Tensor, given: Pass, base: Callable[..., Any], own: Callable[..., Any]) -> torch.Tensor:
-    """Raw rows through `base`, beacon rows through `own`; neither is computed for the other's rows.
+    """Compute raw rows with `base` and beacon rows with `own`, each for its rows only.
 
     Args:
         x: (batch, rows, in).
@@ -261,12 +265,12 @@ def route(x: torch.Tensor, given: Pass, base: Callable[..., Any], own: Callable[
         own: the beacons' projection.
 
     Raises:
-        PoSEError: x has other rows than the pass.
+        PoSEError: x has other rows than the pass, as in experts that flatten the batch; it would be routed wrongly.
     """
     if x.shape[-2] != len(given.rows) or x.dim() != 3:
         raise PoSEError(
-            f"model: a projection got input of shape {tuple(x.shape)}, not (batch, {len(given.rows)} rows, size). "
-            "Beacon works with decoders that keep rows in that order; leave this module out of target_modules."
+            f"model: a projection got input of shape {tuple(x.shape)}, not (batch, {len(given.rows)} rows, size), so "
+            "beacon rows cannot be told apart; leave this module out of target_modules"
         )
     if not given.raw:
         return own(x)
@@ -283,17 +287,17 @@ def _ordered(rows: torch.Tensor, given: Pass) -> torch.Tensor:
 
 
 def _apply(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    # Under autocast the linear casts by itself; otherwise a copy kept in fp32 computes in fp32.
+    # Under autocast the linear casts by itself. Otherwise x is cast, so that a copy kept in fp32 computes in fp32.
     return linear(x if torch.is_autocast_enabled(x.device.type) else x.to(linear.weight.dtype)).to(x.dtype)
 
 
 def _linear(rows: int, out: int, device: Any, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
-    # Without the random start, which would move the global generator.
+    # Without random initialisation, which would change the state of the global generator.
     return nn.utils.skip_init(nn.Linear, rows, out, bias=bias, device=device, dtype=dtype)
 
 
 def _whole(base: Any) -> AbstractContextManager[Any]:
-    # Under DeepSpeed ZeRO-3 a rank holds a part of each weight, and copies are made of whole ones.
+    # Under DeepSpeed ZeRO-3 each rank holds a part of a weight; copying needs the whole one.
     parts = [p for p in base.parameters() if hasattr(p, "ds_id")]
     if not parts:
         return nullcontext()

@@ -1,8 +1,10 @@
-"""Rows, positions and masks of one pass over (a part of) an interval: pure tables, no model.
+"""Rows, positions and masks of one pass over an interval, or a part of one: pure tables, no model.
 
-Keys are memory (m) ⊕ rows of this interval that earlier passes left (tail) ⊕ rows of this pass. Appended layout
-(arXiv 2401.03462, §2.2, Figure 3): n raw tokens, then k beacons. Interleaved layout (arXiv 2401.03462 v2 and later):
-a beacon after each α raw tokens, plain causal mask.
+A *pass* is one forward of the base model. Its keys are memory (m beacons), then the rows of this interval that earlier
+passes cached (the tail), then the rows of the pass itself. There are two layouts:
+
+- appended (arXiv 2401.03462, §2.2, Figure 3): n raw tokens, then k beacons.
+- interleaved (arXiv 2401.03462, v2 and later): one beacon after every α raw tokens, under a plain causal mask.
 """
 
 from __future__ import annotations
@@ -21,29 +23,40 @@ RAW = -1
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one forward of the model reads.
+class Scheme:
+    """Where beacons are and what they see: the same for every pass of a stream.
 
     Args:
-        memory: m, beacons of earlier intervals; they stand at positions 0…m−1.
-        tail: for each row of this interval that is cached already, RAW or the beacon's number 1…k.
-        rows: the same for the rows of this pass.
-        interval: l.
-        ratio: α; 0 where no beacon is read.
-        mask: "stepwise", "segmentation" or "full"; of no effect in the interleaved layout.
-        interleaved: beacons between the raw tokens rather than behind them.
+        interval: l, raw tokens that are condensed together.
+        mask: "stepwise", "segmentation" or "full"; it has no effect in the interleaved layout.
+        interleaved: whether beacons are between the raw tokens instead of behind them.
         attend_previous: whether beacons see the memory.
-        closing: the interval is complete after this pass: its beacons go to memory and the rest is dropped.
+    """
+
+    interval: int
+    mask: str = STEPWISE
+    interleaved: bool = False
+    attend_previous: bool = True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The rows that one forward of the model reads.
+
+    Args:
+        memory: m, beacons of earlier intervals, at positions 0…m−1.
+        tail: kind of each cached row of this interval: RAW, or a beacon's number 1…k.
+        rows: kind of each row of this pass.
+        scheme: see `Scheme`.
+        ratio: α; 0 if the pass reads no beacon.
+        closing: whether this pass completes the interval. Its beacons then go to memory and the rest is dropped.
     """
 
     memory: int
     tail: tuple[int, ...]
     rows: tuple[int, ...]
-    interval: int
+    scheme: Scheme
     ratio: int = 0
-    mask: str = STEPWISE
-    interleaved: bool = False
-    attend_previous: bool = True
     closing: bool = False
 
     @cached_property
@@ -58,8 +71,8 @@ class Pass:
 
     @cached_property
     def order(self) -> list[int] | None:
-        """Where each row is among (raw rows, then beacon rows); None where rows stand like that already."""
-        if not self.interleaved or not self.beacons:
+        """Index of each row in (raw rows, then beacon rows); None if the rows are in that order already."""
+        if not self.scheme.interleaved or not self.beacons:
             return None
         raw, beacon, result = 0, self.raw, []
         for row in self.rows:
@@ -70,50 +83,40 @@ class Pass:
     @property
     def plain(self) -> bool:
         """Whether the ordinary causal mask over the cached rows is the right one."""
-        return self.interleaved or not self.beacons
+        return self.scheme.interleaved or not self.beacons
 
 
 def lay_out(
-    memory: int,
-    tail: tuple[int, ...],
-    tokens: int,
-    interval: int,
-    ratio: int = 0,
-    closing: bool = False,
-    mask: str = STEPWISE,
-    interleaved: bool = False,
-    attend_previous: bool = True,
+    memory: int, tail: tuple[int, ...], tokens: int, scheme: Scheme, ratio: int = 0, closing: bool = False
 ) -> Pass:
-    """The pass that reads `tokens` more raw tokens of an interval and, where it closes, all beacons it still needs.
+    """Return the pass that reads `tokens` more raw tokens of an interval and, if it closes, all missing beacons.
 
-    Interleaved, a beacon is read when a token follows the α that it stands for, so what a token sees does not depend
-    on where the input was cut.
+    In the interleaved layout a beacon is read together with the token that follows its α tokens. What a token sees
+    then does not depend on where the input was cut.
     """
-    if not interleaved:
-        beacons = tuple(range(1, interval // ratio + 1)) if closing else ()
-        rows = (RAW,) * tokens + beacons
-    else:
-        seen = sum(row == RAW for row in tail)
-        listed: list[int] = []
-        done = len(tail) - seen
-        for index in range(seen, seen + tokens):
-            if index and index % ratio == 0 and index // ratio > done:
-                done = index // ratio
-                listed.append(done)
-            listed.append(RAW)
-        if closing and done < interval // ratio:
-            listed.append(interval // ratio)
-        rows = tuple(listed)
-    return Pass(memory, tail, rows, interval, ratio, mask, interleaved, attend_previous, closing)
+    if not scheme.interleaved:
+        beacons = tuple(range(1, scheme.interval // ratio + 1)) if closing else ()
+        return Pass(memory, tail, (RAW,) * tokens + beacons, scheme, ratio, closing)
+    seen = sum(row == RAW for row in tail)
+    done = len(tail) - seen  # beacons of this interval that are cached
+    rows: list[int] = []
+    for index in range(seen, seen + tokens):
+        if index and index % ratio == 0 and index // ratio > done:
+            done = index // ratio
+            rows.append(done)
+        rows.append(RAW)
+    if closing and done < scheme.interval // ratio:
+        rows.append(scheme.interval // ratio)
+    return Pass(memory, tail, tuple(rows), scheme, ratio, closing)
 
 
 def positions(given: Pass) -> list[int]:
-    """Window positions of the rows of a pass.
+    """Return the window position of each row of a pass.
 
-    Raw token i → m + i. Beacon b → m + b·α (it shares the index of the raw token behind what it has seen); m + l for
-    full coverage. Interleaved: rows are counted through.
+    Raw token i is at m + i. Beacon b is at m + b·α, the position of the raw token after the last one it sees; with full
+    coverage it is at m + l. Interleaved rows are numbered consecutively.
     """
-    if given.interleaved:
+    if given.scheme.interleaved:
         start = given.memory + len(given.tail)
         return list(range(start, start + len(given.rows)))
     raw = sum(row == RAW for row in given.tail)
@@ -123,18 +126,23 @@ def positions(given: Pass) -> list[int]:
             result.append(given.memory + raw)
             raw += 1
         else:
-            result.append(given.memory + (given.interval if given.mask == FULL else row * given.ratio))
+            result.append(_beacon_position(given, row))
     return result
 
 
+def _beacon_position(given: Pass, number: int) -> int:
+    # Appended layout: the last token that beacon b sees is b·α − 1, or l − 1 with full coverage.
+    return given.memory + (given.scheme.interval if given.scheme.mask == FULL else number * given.ratio)
+
+
 def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which key each row sees: bool, (rows, memory + tail + rows), True where it is seen.
+    """Return which keys each row sees: bool, (rows, memory + tail + rows), True if the key is seen.
 
     A raw token sees all memory and the raw tokens up to itself, never a beacon of its own interval. A beacon sees
-    memory, the raw tokens of its span, and of the beacons only itself. Interleaved: everything before itself.
+    memory, the raw tokens of its span, and no beacon but itself. In the interleaved layout the mask is causal.
     """
     m, tail, rows = given.memory, len(given.tail), len(given.rows)
-    if given.interleaved:
+    if given.scheme.interleaved:
         query = torch.arange(rows, device=device)[:, None] + m + tail
         return torch.arange(m + tail + rows, device=device)[None] <= query
     kinds = torch.tensor(given.tail + given.rows, device=device)
@@ -142,34 +150,28 @@ def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
     row_kind = kinds[tail:, None]
     is_raw = row_kind == RAW
     own = raw_index[tail:, None]
-    if given.mask == STEPWISE:
+    # The span [low, high) of raw tokens that each row sees.
+    if given.scheme.mask == STEPWISE:
         low, high = torch.zeros_like(row_kind), row_kind * given.ratio
-    elif given.mask == SEGMENTATION:
+    elif given.scheme.mask == SEGMENTATION:
         low, high = (row_kind - 1) * given.ratio, row_kind * given.ratio
     else:
-        low, high = torch.zeros_like(row_kind), torch.full_like(row_kind, given.interval)
+        low, high = torch.zeros_like(row_kind), torch.full_like(row_kind, given.scheme.interval)
     low = torch.where(is_raw, 0, low)
     high = torch.where(is_raw, own + 1, high)
     key = raw_index[None]
     seen = (kinds[None] == RAW) & (key >= low) & (key < high)
-    seen |= (kinds[None] == row_kind) & ~is_raw
-    before = (is_raw | given.attend_previous).expand(rows, m)
+    seen |= (kinds[None] == row_kind) & ~is_raw  # a beacon sees itself
+    before = (is_raw | given.scheme.attend_previous).expand(rows, m)
     return torch.cat([before, seen], dim=1)
 
 
 def moves(given: Pass) -> tuple[list[int], list[int]]:
-    """(index among tail ⊕ rows, shift) of each beacon of a closing pass.
+    """Return (index in tail + rows, shift) of each beacon of a closing pass.
 
-    Memory is always 0…m−1, so beacon b goes to slot m + b − 1; the shift is new − old position.
+    Memory is always at 0…m−1, so beacon b moves to slot m + b − 1. The shift is new − old position.
     """
     kinds = given.tail + given.rows
     index = [at for at, kind in enumerate(kinds) if kind != RAW]
-    shifts = []
-    for at in index:
-        number = kinds[at]
-        if given.interleaved:
-            old = given.memory + at
-        else:
-            old = given.memory + (given.interval if given.mask == FULL else number * given.ratio)
-        shifts.append(given.memory + number - 1 - old)
-    return index, shifts
+    old = [given.memory + at if given.scheme.interleaved else _beacon_position(given, kinds[at]) for at in index]
+    return index, [given.memory + kinds[at] - 1 - place for at, place in zip(index, old, strict=True)]

@@ -1,4 +1,4 @@
-"""The loss over a whole stream, and the figures that trainers ask for beside it."""
+"""The loss over a whole stream, and the per-token figures that trainers request with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IGNORED = -100
 
 @dataclass
 class TokenOutput(ModelOutput):
-    """Per-token figures instead of logits, as trainers with a fused head ask for them (`fused_lm_head=True`).
+    """Per-token figures instead of logits, for trainers with a fused head (`fused_lm_head=True`).
 
-    Shapes: (batch, tokens), or one token less where labels were shifted here; zero where the label is ignored.
+    Shapes: (batch, tokens), or one token less if labels were shifted here; zero if the label is ignored.
     """
 
     loss: Any = None
@@ -38,9 +38,9 @@ class CountedOutput(CausalLMOutputWithPast):
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Labels moved one place to the left over the whole input, before anything is cut.
+    """Move labels one place to the left over the whole input, before anything is cut.
 
-    The last token of an interval predicts the first of the next; shifting in each interval would lose it.
+    The last token of an interval predicts the first of the next; shifting within each interval would lose it.
 
     Args:
         labels: (batch, tokens).
@@ -54,12 +54,12 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 def stream_loss(
     model: Any, logits: torch.Tensor, labels: torch.Tensor | None, shifted: torch.Tensor, items: Any = None
 ) -> torch.Tensor:
-    """Token mean over all intervals (or the sum over `items`), by the model's own loss function.
+    """Return the mean loss over all tokens (or the sum divided by `items`), by the model's own loss function.
 
     Args:
-        model: the base, which may have been given another loss.
+        model: the base; trainers may have given it another loss.
         logits: of all raw tokens, (batch, tokens, vocabulary); beacon rows have none.
-        labels: (batch, tokens) as given, for loss functions that read them; None where only `shifted` was given.
+        labels: (batch, tokens) as given, for loss functions that read them; None if only shifted ones were given.
         shifted: (batch, tokens), see `shift_labels`.
         items: tokens of the whole step, over accumulation and ranks (`num_items_in_batch`).
     """
@@ -73,11 +73,11 @@ def stream_loss(
 
 
 def token_figures(logits: torch.Tensor, shifted: torch.Tensor, items: Any = None) -> TokenOutput:
-    """Log-probability of each label (with gradient), entropy and whether the label was the likeliest token.
+    """Return each label's log-probability (with gradient), the entropy, and whether the label was the likeliest token.
 
     Args:
         logits: (batch, tokens, vocabulary).
-        shifted: labels that each row of logits predicts, (batch, tokens), −100 where none.
+        shifted: the label that each row of logits predicts, (batch, tokens), −100 for none.
         items: divides the summed loss; None: the tokens with a label.
     """
     mask = shifted != IGNORED

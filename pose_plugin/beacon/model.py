@@ -21,28 +21,27 @@ from pose_plugin.beacon.config import DEFAULT_TARGETS, BeaconConfig
 from pose_plugin.beacon.forward import Reading
 from pose_plugin.beacon.generation import Generation
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear, Router, cannot_merge, rows_of
-from pose_plugin.beacon.ratios import ADAPT, check_ratio, from_compression
 from pose_plugin.beacon.register import PREFIX, find_tuner
 from pose_plugin.utils.errors import PoSEError
 
 ALONE = (
-    "Beacon projections stand beside the base's own and are saved without any other adapter. Merge that one first: "
-    "model = other.merge_and_unload(), then get_peft_model(model, BeaconConfig(…))"
+    "A Beacon adapter is saved without any other adapter. Merge that one first: model = other.merge_and_unload(), then "
+    "get_peft_model(model, BeaconConfig(…))"
 )
 
 
 class BeaconModel(Generation, Reading, BaseTuner):
     """Activation Beacon over a decoder with q, k, v projections and RoPE.
 
-    Made by `peft.get_peft_model(model, BeaconConfig(…))` or `PeftModel.from_pretrained`. State of a text is in its
-    BeaconCache, never here; what is here is the step that training ratios are drawn for.
+    Made by `peft.get_peft_model(model, BeaconConfig(…))` or `PeftModel.from_pretrained`. The state of a text is in its
+    BeaconCache, never here; the tuner only holds the step that training ratios are drawn for.
     """
 
     model: Any
     peft_config: Any
     prefix: str = PREFIX
     tuner_layer_cls = BeaconLayer
-    # PEFT refuses to inject such a tuner without its model: the intervals are read in `forward` below.
+    # Makes PEFT refuse to inject the layers without this tuner, whose `forward` reads the intervals.
     uses_shared_state: bool = True
 
     # Injection.
@@ -65,28 +64,26 @@ class BeaconModel(Generation, Reading, BaseTuner):
             watch(self)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        return peft_config  # the names are looked up in the model, below
+        return peft_config  # `_prepare_model` looks up the names in the model
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         checks.check_layers(model.config)
         names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         if peft_config.target_modules is None:
-            for targets in (set(DEFAULT_TARGETS), {"qkv_proj", "o_proj"}):
-                if targets <= names:
-                    peft_config.target_modules = targets
-                    break
-            else:
-                raise PoSEError(
-                    f"target_modules: {type(model).__name__} has no {', '.join(DEFAULT_TARGETS)}; name its query, key, "
-                    "value and output projections"
-                )
-        rotary = rope.find_rotary(model)
-        checks.resolve_window(peft_config, model.config, rotary)
+            found = (targets for targets in (set(DEFAULT_TARGETS), {"qkv_proj", "o_proj"}) if targets <= names)
+            peft_config.target_modules = next(found, None)
+        if peft_config.target_modules is None:
+            raise PoSEError(
+                f"target_modules: None, and {type(model).__name__} has no {', '.join(DEFAULT_TARGETS)}; name its "
+                "query, key, value and output projections"
+            )
+        checks.resolve_window(peft_config, model.config, rope.find_rotary(model))
         checks.check_attention(getattr(model.config, "_attn_implementation", None), peft_config)
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        # Afterwards: a target is saved with the whole base embedding, and one wrapped before is unfrozen.
+        # After PEFT's own injection: PEFT saves a target with the whole base embedding, and unfreezes one that was
+        # wrapped before.
         config = self.peft_config[adapter_name]
         embedding = model.get_input_embeddings()
         eos = getattr(model.config, "eos_token_id", None)
@@ -107,14 +104,13 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self._detach()
         attentions = []
         for name, module in model.named_modules():
-            children = dict(module.named_children())
-            own = {key for key, child in children.items() if isinstance(child, BeaconLinear)}
+            own = {key for key, child in module.named_children() if isinstance(child, BeaconLinear)}
             if not own or not hasattr(module, "layer_idx"):
                 continue
             attentions.append(module)
             if not ({"k_proj", "v_proj"} <= own or any("qkv" in key or "kv_" in key for key in own)):
                 raise PoSEError(
-                    f"target_modules: beacons need keys and values of their own, {name} has only {sorted(own)}; add "
+                    f"target_modules: beacons need their own keys and values, but {name} has only {sorted(own)}; add "
                     "k_proj and v_proj"
                 )
         if not attentions:
@@ -126,7 +122,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self._hooks = [module.register_forward_pre_hook(self.router, with_kwargs=True) for module in attentions]
         self._decoder_layers = [m for m in model.modules() if hasattr(m, "_can_checkpoint_with_cache")]
         for layer in self._decoder_layers:
-            # Otherwise checkpointed layers lose the cache, and with it the memory.
+            # Otherwise transformers drops the cache of checkpointed layers, and with it the memory.
             layer._can_checkpoint_with_cache = True
         model.resize_token_embeddings = functools.partial(resize, self.router)
         # In a list, since a module as an attribute would become a second child of the same weights.
@@ -159,23 +155,22 @@ class BeaconModel(Generation, Reading, BaseTuner):
         if isinstance(target, BeaconLinear):
             target.update_layer(adapter_name, peft_config)
             return
-        if not (hasattr(target, "in_features") and hasattr(target, "out_features")):
-            raise PoSEError(f"target_modules: {current_key} is a {type(target).__name__}, no linear projection")
         layer = BeaconLinear(target, adapter_name, peft_config, self.router)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Nothing: full copies in fp32 would double a bf16 adapter. `BeaconConfig.dtype` asks for it."""
+        """Keep the dtype: full copies in fp32 would double a bf16 adapter. `BeaconConfig.dtype` can ask for fp32."""
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # PEFT drops the argument silently for tuners that do not know it.
         names = kwargs.get("adapter_names")
         if names is not None and any(name not in self.active_adapters for name in names):
             raise PoSEError(
                 f"adapter_names: {names}; Beacon reads a batch with one adapter, now {self.active_adapters}. Call "
-                "set_adapter(name), and read the rows of each adapter by themselves"
+                "set_adapter(name) and read the rows of each adapter separately"
             )
         yield
 
@@ -192,24 +187,26 @@ class BeaconModel(Generation, Reading, BaseTuner):
 
     @property
     def embedding(self) -> BeaconEmbedding:
-        """
+        """The wrapped input embedding.
+
         Raises:
             PoSEError: it was replaced.
         """
         found = self.model.get_input_embeddings()
         if not isinstance(found, BeaconEmbedding):
             raise PoSEError(
-                f"model: its input embedding is a {type(found).__name__}, set after the Beacon adapter was made, so "
-                "beacons have none. Set it before get_peft_model; model.resize_token_embeddings keeps the beacons' own"
+                f"model: its input embedding is a {type(found).__name__}, set after the Beacon adapter was made. Set "
+                "it before get_peft_model, or use model.resize_token_embeddings"
             )
         return found
 
     @property
     def rotary(self) -> Any:
+        """The base's rotary embedding."""
         return self._rotary[0]
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer's keys carry positions. The model is asked once, when something is first condensed."""
+        """Return whether a layer's keys carry positions. Measured once, when something is first condensed."""
         if self._rotating is None:
             given, self.router.given = self.router.given, None
             modules = list(self.model.modules())
@@ -225,22 +222,23 @@ class BeaconModel(Generation, Reading, BaseTuner):
 
     @property
     def attention(self) -> str:
+        """The base's attn_implementation."""
         return str(getattr(self.model.config, "_attn_implementation", None))
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What attention scores are computed in; an additive mask must have it."""
+        """The dtype of attention scores; an additive mask must have it."""
         kind = self.model.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
     @property
     def cache_key(self) -> str:
-        """transformers 5.24 calls it cache, earlier versions past_key_values."""
+        """The model's name for its cache argument: `cache` from transformers 5.24 on, `past_key_values` before."""
         return "cache" if "cache" in self.accepts else "past_key_values"
 
     @property
     def accepts(self) -> frozenset[str]:
-        """Names that the model's forward knows."""
+        """Names of the arguments of the model's forward."""
         return _parameters(type(self.model))  # type: ignore[arg-type]
 
     @property
@@ -258,7 +256,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         return self.peft_config[names[0]]
 
     @property
-    def window(self) -> ratios.Window:
+    def window(self) -> ratios.BeaconWindow:
         """Sizes of the active adapter."""
         config = self.active_config
         return config.sizes(checks.resolve_window(config, self.model.config, self.rotary))
@@ -274,7 +272,7 @@ def _parameters(model_cls: Any) -> frozenset[str]:
 
 
 class Configs(dict[str, Any]):
-    """A tuner's configurations by adapter name. PEFT hands it to a tuner that is put on top, which would overwrite."""
+    """A tuner's configurations by adapter name. Rejects others, which a tuner on top of this one would write here."""
 
     def __setitem__(self, name: str, config: Any) -> None:
         if not isinstance(config, BeaconConfig):
@@ -286,19 +284,20 @@ class Configs(dict[str, Any]):
 
     def update(self, *others: Any, **named: Any) -> None:
         for name, config in dict(*others, **named).items():
-            self[name] = config
+            self[name] = config  # dict.update would not call __setitem__
 
 
 def check_alone(model: nn.Module) -> None:
-    """
+    """Require a model without adapters.
+
     Raises:
-        PoSEError: the model has adapters already.
+        PoSEError: it has Beacon layers, or another adapter.
     """
     layers = [type(module) for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(issubclass(layer, BeaconLayer) for layer in layers):
         raise PoSEError(
-            "model: it has Beacon layers already. Add another Beacon adapter with model.add_adapter(name, config) on "
-            "the PEFT model that has them, take the base back with its unload(), or load the base again"
+            "model: it has Beacon layers already. To add another Beacon adapter, call model.add_adapter(name, config) "
+            "on the PEFT model; to start again, take the base back with its unload(), or load the base again"
         )
     if layers or isinstance(model, PeftModel):
         found = layers[0].__module__.split(".")[-2] if layers else type(model).__name__
@@ -306,17 +305,17 @@ def check_alone(model: nn.Module) -> None:
 
 
 def resize(router: Router, *args: Any, **kwargs: Any) -> nn.Module:
-    """The model's own resize_token_embeddings, which knows no wrapped embedding.
+    """Call the model's own resize_token_embeddings, which does not know the wrapped embedding.
 
     Args:
-        router: of the model's Beacon layers.
-        args, kwargs: as there.
+        router: of the model's Beacon layers. Not the tuner: this function is stored on the model, which may be copied.
+        args, kwargs: of resize_token_embeddings.
 
     Returns:
-        The input embedding, as there.
+        The wrapped input embedding.
 
     Raises:
-        PoSEError: the tuner is gone.
+        PoSEError: the tuner was dropped.
     """
     tuner = router.driver()
     model, wrapped = tuner.model, tuner.embedding
@@ -332,27 +331,27 @@ def resize(router: Router, *args: Any, **kwargs: Any) -> nn.Module:
 
 @contextmanager
 def condensing(model: Any, ratio: int | str | None = None, compression_ratio: float | None = None) -> Iterator[Any]:
-    """All reading in this block condenses at one ratio.
+    """Condense at one ratio whatever is read in this block.
 
     Args:
         model: a PEFT model with a Beacon adapter.
-        ratio: α, raw tokens a beacon, or "adapt".
-        compression_ratio: instead, the share of the cache that is removed, as kvpress counts: 0.875 ≙ ratio 8.
+        ratio: α, raw tokens per beacon, or "adapt".
+        compression_ratio: instead of `ratio`, the share of the cache that is removed, as in kvpress: 0.875 is ratio 8.
 
     Example:
         with condensing(model, ratio=8):
             answer = model.generate(ids, max_new_tokens=32)
 
     Raises:
-        PoSEError: no Beacon adapter, or no such ratio.
+        PoSEError: the model has no Beacon adapter, or the ratio is not valid.
     """
     tuner = find_tuner(model)
     if (ratio is None) == (compression_ratio is None):
         raise PoSEError("condensing: give either ratio (e.g. 8) or compression_ratio (e.g. 0.875)")
     if compression_ratio is not None:
-        ratio = from_compression(compression_ratio)
-    if ratio != ADAPT:
-        ratio = check_ratio(ratio, tuner.active_config.interval)
+        ratio = ratios.from_compression(compression_ratio)
+    if ratio != ratios.ADAPT:
+        ratio = ratios.check_ratio(ratio, tuner.active_config.interval)
     before = tuner._ratio_override
     tuner._ratio_override = ratio
     try:

@@ -1,8 +1,8 @@
-"""How many tokens a beacon stands for, and whether what is condensed still fits the window.
+"""Condensing ratios: how many tokens a beacon replaces, and whether the result fits the window.
 
-Symbols: L window, l interval, α ratio, k = l/α beacons of an interval, m beacons already in memory.
-Source: Zhang et al., Soaring from 4K to 400K, arXiv 2401.03462, §2.4 (ratios drawn per interval) and Figure 1 (128
-reaches 400K in a window of 4K).
+Symbols: L window, l interval, α ratio, k = l/α beacons per interval, m beacons already in memory.
+Source: Zhang et al., Soaring from 4K to 400K, arXiv 2401.03462, §2.4 (ratios drawn per interval) and Figure 1 (ratio
+128 reaches 400K tokens in a window of 4K).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Ratio = int | str
 
 
 @dataclass(frozen=True)
-class Window:
+class BeaconWindow:
     """The sizes that decide what fits.
 
     Args:
         size: L, the positions that the model knows.
         interval: l, raw tokens that are condensed together.
-        interleaved: whether beacons stand between the raw tokens and so take positions of their own.
+        interleaved: whether beacons are between the raw tokens and so take positions as well.
     """
 
     size: int
@@ -38,33 +38,53 @@ class Window:
     interleaved: bool = False
 
     def beacons(self, ratio: int) -> int:
-        """k, the beacons of a full interval."""
+        """Return k, the beacons of a full interval."""
         return self.interval // ratio
 
     def can_condense(self, memory: int, ratio: int) -> bool:
-        """Whether a full interval behind `memory` beacons fits together with its own beacons.
+        """Return whether a full interval and its beacons fit behind `memory` beacons.
 
-        Appended: the last beacon stands at position m + l, so m + l ≤ L − 1. Interleaved: m + l + k rows.
+        Appended: the last beacon is at position m + l, so m + l ≤ L − 1. Interleaved: m + l + k rows.
         """
         if self.interleaved:
             return memory + self.interval + self.beacons(ratio) <= self.size
         return memory + self.interval <= self.size - 1
 
     def can_end(self, memory: int, tokens: int, ratio: int | None) -> bool:
-        """Whether a last interval of `tokens` raw tokens fits behind `memory` beacons: m + n ≤ L."""
+        """Return whether a last interval of `tokens` raw tokens fits behind `memory` beacons: m + n ≤ L."""
         between = (tokens - 1) // ratio if self.interleaved and ratio and tokens else 0
         return memory + tokens + between <= self.size
 
     def capacity(self, ratio: int, memory: int = 0) -> int:
-        """Tokens that a stream at one ratio can hold: (L − l − m)·α + l."""
+        """Return how many tokens a stream at one ratio can hold: (L − l − m)·α + l."""
         own = self.beacons(ratio) if self.interleaved else 0
         return max(0, self.size - self.interval - own - memory) * ratio + self.interval
 
 
-def intervals(tokens: int, interval: int, pending: int = 0) -> tuple[int, int]:
-    """(intervals that are condensed, tokens of the last one) when `tokens` follow `pending` uncondensed ones.
+@dataclass(frozen=True)
+class StreamState:
+    """How far a stream has been read; the default is an empty stream.
 
-    An interval is condensed once a token stands behind it, so 2·l tokens condense one interval, not two.
+    Args:
+        memory: m, beacons in memory.
+        pending: raw tokens of the open interval.
+        open_ratio: the ratio that an interleaved open interval has begun with.
+        at_least: ratio of the last condensed interval; "adapt" does not return to a smaller one.
+    """
+
+    memory: int = 0
+    pending: int = 0
+    open_ratio: int | None = None
+    at_least: int = 1
+
+
+EMPTY = StreamState()
+
+
+def intervals(tokens: int, interval: int, pending: int = 0) -> tuple[int, int]:
+    """Return (intervals to condense, tokens of the last one) if `tokens` follow `pending` uncondensed ones.
+
+    An interval is condensed only when another token follows it, so 2·l tokens condense one interval, not two.
     """
     total = tokens + pending
     if total == 0:
@@ -73,14 +93,14 @@ def intervals(tokens: int, interval: int, pending: int = 0) -> tuple[int, int]:
     return condensed, total - condensed * interval
 
 
-def fits(window: Window, ratios: Sequence[int], last: int, memory: int = 0) -> bool:
-    """Whether a stream with these ratios, one for each condensed interval, stays in the window until its end.
+def fits(window: BeaconWindow, ratios: Sequence[int], last: int, memory: int = 0) -> bool:
+    """Return whether a stream with these ratios stays in the window until its end.
 
     Args:
         window: the sizes.
-        ratios: one for each condensed interval; interleaved streams give one more, for the open interval.
+        ratios: one per condensed interval; an interleaved stream has one more, for the open interval.
         last: raw tokens of the open interval at the end.
-        memory: beacons in memory before it begins.
+        memory: beacons in memory before.
     """
     closing = list(ratios)
     open_ratio = closing.pop() if window.interleaved else None
@@ -92,7 +112,7 @@ def fits(window: Window, ratios: Sequence[int], last: int, memory: int = 0) -> b
 
 
 def adapt(
-    window: Window,
+    window: BeaconWindow,
     tokens: int,
     candidates: Sequence[int] = CANDIDATES,
     headroom: int = 1024,
@@ -100,22 +120,22 @@ def adapt(
     at_least: int = 1,
     begun: bool = False,
 ) -> int:
-    """The smallest ratio with (L − l − m)·α + l ≥ tokens + headroom.
+    """Return the smallest ratio with (L − l − m)·α + l ≥ tokens + headroom.
 
-    Headroom is a promise at the beginning of a stream. A stream that has begun uses it up: where no ratio keeps it
-    free, the smallest that fits is taken.
+    Headroom is reserved at the beginning of a stream, and used up by what follows. So in a stream that has begun, if no
+    ratio keeps the headroom free, the smallest ratio that fits is returned.
 
     Args:
         window: the sizes.
-        tokens: uncondensed tokens of the stream, those that wait and those that come.
+        tokens: uncondensed tokens of the stream: those of the open interval and the new ones.
         candidates: ratios to choose from.
-        headroom: tokens that are still to be generated.
-        memory: m, beacons that are there already.
-        at_least: smaller ratios are passed over, so that a stream does not return to a finer one.
+        headroom: tokens still to be generated.
+        memory: m, beacons in memory before.
+        at_least: ignore smaller ratios, so that a stream does not return to a finer one.
         begun: whether the stream has condensed anything.
 
     Raises:
-        PoSEError: no candidate is enough.
+        PoSEError: no candidate fits.
     """
     condensed, last = intervals(tokens, window.interval)
     usable = sorted(candidate for candidate in candidates if candidate >= at_least) or [max(candidates)]
@@ -127,19 +147,19 @@ def adapt(
                 return ratio
     most = max(candidates)
     raise PoSEError(
-        f"ratio: adapt finds no condensing ratio for {tokens} tokens + {headroom} of headroom behind {memory} beacons: "
-        f"the largest candidate, {most}, holds {window.capacity(most, memory)} in window {window.size} with interval "
-        f"{window.interval}. Give larger ratios, a smaller headroom, a larger window, or a shorter text."
+        f"ratio: adapt finds no ratio for {tokens} tokens and a headroom of {headroom} behind {memory} beacons. The "
+        f"largest candidate, {most}, holds {window.capacity(most, memory)} tokens in window {window.size} with "
+        f"interval {window.interval}. Use larger ratios, a smaller headroom, a larger window or a shorter text"
     )
 
 
 def generator(seed: int, step: int, sample: int) -> np.random.Generator:
-    """The private source of training ratios: the same on every rank and after a resume; no global state."""
+    """Return the generator of training ratios: the same on every rank and after a resume, with no global state."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, sample])))
 
 
 def draw(
-    window: Window,
+    window: BeaconWindow,
     count: int,
     last: int,
     candidates: Sequence[int],
@@ -147,26 +167,26 @@ def draw(
     memory: int = 0,
     same: bool = False,
 ) -> list[int]:
-    """Ratios for `count` intervals, each uniform among the candidates after which the rest can still fit.
+    """Draw ratios for `count` intervals, each uniform among the candidates after which the rest can still fit.
 
     Args:
         window: the sizes.
-        count: intervals that need a ratio; interleaved streams count the open one too.
+        count: intervals that need a ratio; an interleaved stream counts the open one too.
         last: raw tokens of the last, open interval.
         candidates: ratios to draw from.
         rng: see `generator`.
         memory: beacons in memory before.
-        same: one ratio for all intervals (the paper's "instance-wise" ablation).
+        same: draw one ratio for all intervals (the paper's "instance-wise" ablation).
 
     Raises:
-        PoSEError: not even the largest ratio throughout fits.
+        PoSEError: the text does not fit even at the largest ratio.
     """
     largest = max(candidates)
     if not fits(window, [largest] * count, last, memory):
         raise PoSEError(
             f"training text too long: {count} intervals of {window.interval} tokens do not fit window {window.size} "
-            f"even at the largest ratio, {largest} (beacons in memory before: {memory}). Cut the texts, or give larger "
-            "ratios or a larger window"
+            f"behind {memory} beacons, even at the largest ratio, {largest}. Shorten the texts, or use larger ratios "
+            "or a larger window"
         )
     ratios: list[int] = []
     for index in range(count):
@@ -180,11 +200,12 @@ def draw(
 
 
 def check_ratio(ratio: object, interval: int, key: str = "ratio") -> int:
-    """A whole number ≥ 2 that divides the interval.
+    """Return the ratio as an int.
 
     Raises:
-        PoSEError: anything else.
+        PoSEError: not a whole number ≥ 2 that divides the interval.
     """
+    # bool is an int, and 2.0 divides: both would be read silently.
     if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio < 2 or interval % int(ratio):
         raise PoSEError(
             f"{key}: {ratio!r} must be a whole number ≥ 2 that divides the interval of {interval} tokens, e.g. "
@@ -194,91 +215,98 @@ def check_ratio(ratio: object, interval: int, key: str = "ratio") -> int:
 
 
 def from_compression(share: float) -> int:
-    """The ratio α that removes `share` of the cache: α = 1/(1 − share), so 0.875 ≙ 8.
+    """Return the ratio α = 1/(1 − share) that removes this share of the cache: 0.875 gives 8.
 
     Raises:
-        PoSEError: the share is not that of a whole ratio.
+        PoSEError: no whole ratio removes this share.
     """
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise PoSEError(
-            f"compression_ratio: {share!r} must lie between 0 and 1, the share of the cache that is removed"
-        )
+    if not 0 < share < 1:
+        raise PoSEError(f"compression_ratio: {share} is the share of the cache to remove, between 0 and 1; e.g. 0.875")
     ratio = round(1 / (1 - share))
     if abs(1 - 1 / ratio - share) > 1e-6:
         raise PoSEError(
-            f"compression_ratio: {share} is no whole condensing ratio; the nearest is {1 - 1 / ratio} (ratio {ratio})"
+            f"compression_ratio: {share} gives no whole ratio; the nearest is {1 - 1 / ratio} (ratio {ratio})"
         )
     return ratio
 
 
 def plan(
-    window: Window,
+    window: BeaconWindow,
     policy: Ratio | Sequence[int],
     tokens: int,
-    *,
-    pending: int = 0,
-    open_ratio: int | None = None,
-    memory: int = 0,
+    state: StreamState = EMPTY,
     candidates: Sequence[int] = CANDIDATES,
     headroom: int = 1024,
-    at_least: int = 1,
     rng: Callable[[], np.random.Generator] | None = None,
 ) -> list[int]:
-    """The ratios of one call: one for each interval that it condenses and, interleaved, one for the open interval.
+    """Return the ratios of one call: one per interval that it condenses and, interleaved, one for the open interval.
 
     Args:
         window: the sizes.
-        policy: "adapt", "random", "instance", a fixed ratio, or a list with one ratio for each interval.
+        policy: "adapt", "random", "instance", a fixed ratio, or a list with one ratio per interval.
         tokens: new tokens of the call.
-        pending: raw tokens of the open interval, seen by earlier calls.
-        open_ratio: the ratio that an interleaved open interval has begun with.
-        memory: beacons in memory.
-        candidates: what "adapt" and "random" choose from.
+        state: the stream before the call.
+        candidates: ratios that "adapt", "random" and "instance" choose from.
         headroom: see `adapt`.
-        at_least: see `adapt`.
-        rng: makes the generator of "random" and "instance".
+        rng: makes the generator for "random" and "instance"; None outside training.
 
     Raises:
-        PoSEError: it does not fit, the list has another length, or no generator is given for a draw.
+        PoSEError: the text does not fit, the list has another length, or the policy draws and `rng` is None.
     """
-    condensed, last = intervals(tokens, window.interval, pending)
-    begun = window.interleaved and pending > 0 and open_ratio is not None
-    count = condensed + window.interleaved - begun
-    head: list[int] = [int(open_ratio)] if begun and open_ratio is not None else []
+    condensed, last = intervals(tokens, window.interval, state.pending)
+    # An interleaved interval keeps the ratio that it has begun with: its first beacons are cached.
+    begun = [state.open_ratio] if window.interleaved and state.pending and state.open_ratio is not None else []
+    count = condensed + window.interleaved - len(begun)
     if count == 0:
         chosen: list[int] = []
-    elif isinstance(policy, str) and policy == ADAPT:
-        if condensed:
-            ratio = adapt(window, tokens + pending, candidates, headroom, memory, at_least, begun=memory > 0)
-        else:  # an interleaved text that ends in its first interval
-            ratio = max(min(candidates), at_least)
-        chosen = [ratio] * count
-    elif isinstance(policy, str):
-        if policy not in TRAINING_POLICIES:
-            raise PoSEError(
-                f"ratio: {policy!r} is not known; give 'adapt' or a whole number ≥ 2 that divides the interval of "
-                f"{window.interval}"
-            )
-        if rng is None:
-            raise PoSEError(f"ratio: {policy!r} draws ratios and is for training; use 'adapt' or a number here")
-        behind = memory + (window.beacons(head[0]) if head and condensed else 0)
-        chosen = draw(window, count, last, candidates, rng(), behind, same=policy == INSTANCE)
-    elif not isinstance(policy, list | tuple):
-        chosen = [check_ratio(policy, window.interval)] * count
-    else:
+    elif isinstance(policy, list | tuple):
         chosen = [check_ratio(ratio, window.interval, f"ratios[{index}]") for index, ratio in enumerate(policy)]
         if len(chosen) != count:
             raise PoSEError(
-                f"ratios: {len(chosen)} given, but {tokens} tokens behind {pending} waiting ones need {count}, one for "
-                f"each interval of {window.interval} tokens that is {'begun' if window.interleaved else 'condensed'}; "
-                "the last interval stays raw until a token follows it"
+                f"ratios: {len(chosen)} given, but {tokens} tokens behind {state.pending} uncondensed ones need "
+                f"{count}, one per interval of {window.interval} tokens that is "
+                f"{'begun' if window.interleaved else 'condensed'}; the last interval stays raw until a token follows"
             )
-    ratios = head + chosen
-    _check_fit(window, ratios, last, memory)
-    return ratios
+    elif policy == ADAPT:
+        chosen = [_adapted(window, tokens, state, candidates, headroom)] * count
+    elif isinstance(policy, str):
+        behind = state.memory + (window.beacons(begun[0]) if begun and condensed else 0)
+        chosen = _drawn(window, policy, count, last, candidates, rng, behind)
+    else:
+        chosen = [check_ratio(policy, window.interval)] * count
+    _check_fit(window, begun + chosen, last, state.memory)
+    return begun + chosen
 
 
-def _check_fit(window: Window, ratios: list[int], last: int, memory: int) -> None:
+def _adapted(window: BeaconWindow, tokens: int, state: StreamState, candidates: Sequence[int], headroom: int) -> int:
+    uncondensed = tokens + state.pending
+    if uncondensed <= window.interval:  # an interleaved text that ends in its first interval
+        return max(min(candidates), state.at_least)
+    memory = state.memory
+    return adapt(window, uncondensed, candidates, headroom, memory, state.at_least, begun=memory > 0)
+
+
+def _drawn(
+    window: BeaconWindow,
+    policy: str,
+    count: int,
+    last: int,
+    candidates: Sequence[int],
+    rng: Callable[[], np.random.Generator] | None,
+    memory: int,
+) -> list[int]:
+    if policy not in TRAINING_POLICIES:
+        raise PoSEError(
+            f"ratio: {policy!r} is not known; use 'adapt' or a whole number ≥ 2 that divides the interval of "
+            f"{window.interval}"
+        )
+    if rng is None:
+        raise PoSEError(f"ratio: {policy!r} draws ratios, which only training does; use 'adapt' or a number here")
+    return draw(window, count, last, candidates, rng(), memory, same=policy == INSTANCE)
+
+
+def _check_fit(window: BeaconWindow, ratios: list[int], last: int, memory: int) -> None:
+    # An interleaved stream without a ratio is an empty call; the interval as ratio adds no beacon.
     if fits(window, ratios if ratios or not window.interleaved else [window.interval], last, memory):
         return
     closing = ratios[: len(ratios) - 1] if window.interleaved else ratios
@@ -286,7 +314,7 @@ def _check_fit(window: Window, ratios: list[int], last: int, memory: int) -> Non
     raise PoSEError(
         f"window: {window.size} positions are full: {total} beacons (ratios {_short(closing)}) and {last} raw tokens "
         f"with interval {window.interval} do not fit. Use a larger ratio from the start (ratio='adapt' chooses by "
-        "length, headroom keeps room for what is generated), a larger window, or a new cache."
+        "length, headroom keeps room for generated tokens), a larger window, or a new cache"
     )
 
 

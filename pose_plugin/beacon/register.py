@@ -1,6 +1,8 @@
-"""Makes PEFT know the method: the one place that reaches into PEFT's list of methods.
+"""Register the method with PEFT, and find its tuner in a wrapped model.
 
-`PeftType` is a closed enum, and `register_peft_method` wants the member to exist, so the member is added first.
+This is the one place that changes PEFT's own tables. `PeftType` is a closed enum without a way to add a member from
+outside, and `register_peft_method` accepts only names of members. So the member is added first, by hand. This can be
+deleted once PEFT's `register_peft_method` accepts names that are not in `PeftType`, or `PeftType` becomes open.
 """
 
 from __future__ import annotations
@@ -12,38 +14,40 @@ from peft.utils import PeftType, register_peft_method
 
 from pose_plugin.utils.errors import PoSEError
 
-# Where the package is not imported, PEFT fails with KeyError: 'POSE_PLUGIN_BEACON'. So the name says what to import.
+# If the package is not imported, PEFT raises KeyError: 'POSE_PLUGIN_BEACON'. So the name says what to import.
 NAME = "POSE_PLUGIN_BEACON"
 PREFIX = "beacon_"
 
 
 def peft_type() -> Any:
-    """The member of PeftType, added when it is first asked for.
+    """Return the member of PeftType, and add it on the first call.
 
     Raises:
-        PoSEError: PEFT's enum no longer works like this.
+        PoSEError: PEFT's enum does not accept the member.
     """
     if NAME not in PeftType.__members__:
+        # What Enum's metaclass does for each member of a class body, which is over by now.
         member = str.__new__(PeftType, NAME)
         member._name_ = NAME
         member._value_ = NAME
-        # Python 3.12 finds members as attributes of the class, earlier versions in the map; the enum forbids setting
+        # Python 3.12 finds members as attributes of the class, earlier versions in the map. The enum forbids setting
         # an attribute that names a member, so the attribute comes first.
         type.__setattr__(PeftType, NAME, member)
         PeftType._member_map_[NAME] = member
         PeftType._member_names_.append(NAME)
         PeftType._value2member_map_[NAME] = member
     found = PeftType.__members__[NAME]
+    # Every way in which PEFT looks up a method; a half-added member would fail only when an adapter is loaded.
     if not (PeftType(NAME) is found is getattr(PeftType, NAME, None) and found == NAME and NAME in list(PeftType)):
         raise PoSEError(
-            f"peft: adding {NAME} to PeftType failed, so this PEFT cannot hold the Beacon adapter. Tested are PEFT "
-            "0.20 and 0.21; please report the version."
+            f"peft: {NAME} cannot be added to PeftType, so this PEFT cannot hold a Beacon adapter. Install PEFT 0.20 "
+            "or 0.21, which are tested, and report the version that failed"
         )
     return found
 
 
 def register(config_cls: type, model_cls: type) -> None:
-    """Tells PEFT the configuration and tuner classes. A second call changes nothing."""
+    """Register the configuration and tuner classes with PEFT. A second call changes nothing."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     if peft_type() not in PEFT_TYPE_TO_CONFIG_MAPPING:
@@ -51,23 +55,22 @@ def register(config_cls: type, model_cls: type) -> None:
 
 
 def find_tuner(model: Any) -> Any:
-    """The BeaconModel of a PEFT model (wrapped by accelerate, DDP or a trainer, too).
+    """Return the BeaconModel of a PEFT model, also if accelerate, DDP or torch.compile wrapped it.
 
     Raises:
-        PoSEError: there is none.
+        PoSEError: the model has no Beacon adapter.
     """
     seen = model
-    for _ in range(8):
+    for _ in range(8):  # more wrappers than anyone uses; a model that contains itself must not hang
+        # By prefix, since importing the class here would close a circle.
         if isinstance(seen, BaseTuner) and seen.prefix == PREFIX:
             return seen
-        following = next((getattr(seen, key) for key in ("module", "_orig_mod", "base_model") if _has(seen, key)), None)
-        if following is None or following is seen:
-            break
-        seen = following
+        seen = next((getattr(seen, key) for key in ("module", "_orig_mod", "base_model") if _has(seen, key)), None)
     raise PoSEError(
         f"model: {type(model).__name__} has no Beacon adapter; make one with get_peft_model(model, BeaconConfig(…))"
     )
 
 
 def _has(module: Any, key: str) -> bool:
+    # Not hasattr: transformers' `base_model` is a property of every model, and here only PEFT's attribute counts.
     return key in getattr(module, "_modules", {}) or key in getattr(module, "__dict__", {})

@@ -1,7 +1,7 @@
-"""Moving a rotated key to another position.
+"""Move rotated keys to other positions.
 
-A key that was rotated to position p becomes the key of position q by one more rotation of q − p, with cosines and
-sines *without* the attention factor of YaRN: the key carries that factor already, and would carry it twice.
+A key rotated to position p becomes the key of position q by one more rotation, of q − p. Its cosines and sines come
+*without* the attention factor of YaRN, because the key contains that factor already.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import torch
 from torch import nn
 
 from pose_plugin.beacon.cache import IntervalView
-from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.beacon.layout import RAW, Pass, Scheme
 from pose_plugin.utils.errors import PoSEError
 
-# The frequencies of these kinds change once positions pass a limit, and a key rotated before cannot be moved after.
+# The frequencies of these kinds change once positions pass a limit. A key rotated before cannot be moved after that.
 CHANGING = ("dynamic", "longrope")
 
 
 def rotate(keys: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Keys moved by `shift` positions, computed in fp32.
+    """Return keys moved by `shift` positions, computed in fp32.
 
     Args:
-        keys: rotated keys, (batch, heads, length, head size), halves convention (i turns with i + rotary/2).
+        keys: rotated keys, (batch, heads, length, head size), halves convention (i is paired with i + rotary/2).
         shift: new − old position, (length,).
         inv_freq: frequencies in radians per position, (rotary size / 2,).
 
     Returns:
         Tensor of the same shape and dtype.
     """
+    # In half precision, the angles of long shifts would be wrong by whole turns.
     angle = shift.to(inv_freq.device, torch.float32)[:, None] * inv_freq.float()[None]
     cos, sin = angle.cos().to(keys.device), angle.sin().to(keys.device)
     half = inv_freq.shape[0]
@@ -41,24 +42,24 @@ def rotate(keys: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> t
 
 
 def find_rotary(model: nn.Module) -> Any:
-    """The one module that rotates queries and keys.
+    """Return the one module that rotates queries and keys.
 
     Raises:
-        PoSEError: none, or several with different frequencies.
+        PoSEError: the model has none, or several with different frequencies.
     """
     found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
-    # A model with a RoPE for each kind of layer has a dict here, and buffers of other names.
+    # A model with a RoPE per kind of layer names its buffers differently, so none is found.
     kinds = {str(getattr(module, "rope_type", "default")) for module in found}
     if not found or len(kinds) != 1 or len({tuple(module.inv_freq.shape) for module in found}) != 1:
         raise PoSEError(
             f"model: {type(model).__name__} has {len(found)} rotary embeddings (rope kinds {sorted(kinds)}); Beacon "
-            "needs a decoder with one RoPE for all layers, such as Llama, Mistral, Qwen2, Qwen3"
+            "needs a decoder with one RoPE for all layers, as in Llama, Mistral, Qwen2 and Qwen3"
         )
     return found[0]
 
 
 def changing_limit(rotary: Any) -> int | None:
-    """The positions after which the frequencies change; None where they never do."""
+    """Return the length after which the frequencies change; None if they never do."""
     if getattr(rotary, "rope_type", "default") not in CHANGING:
         return None
     parameters = getattr(rotary.config, "rope_parameters", None) or {}
@@ -68,25 +69,25 @@ def changing_limit(rotary: Any) -> int | None:
 
 @torch.no_grad()
 def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modules: list[nn.Module]) -> list[bool]:
-    """Which layers rotate their keys, found out on the model itself.
+    """Return which layers rotate their keys, measured on the model itself.
 
-    A single token attends to itself alone, so its hidden states are the same at every position, and its keys differ by
-    the rotation only. They are read at two positions: moved by `rotate`, the one must become the other.
+    A single token attends only to itself, so its hidden states are the same at every position, and its keys differ only
+    by the rotation. They are read at two positions; `rotate` must turn one into the other.
 
     Args:
         call: the model's forward.
         cache_key: its name for the cache.
         rotary: see `find_rotary`.
-        modules: of the model; dropout is off while it is asked.
+        modules: of the model; dropout is switched off meanwhile.
 
     Returns:
-        For each layer that writes to its cache, whether it rotates (NoPE layers do not).
+        Per layer that writes to its cache, whether it rotates (NoPE layers do not).
 
     Raises:
-        PoSEError: keys differ in another way: interleaved pairs, a RoPE for each layer, or none that is found.
+        PoSEError: keys differ in another way, e.g. interleaved pairs, or a RoPE per layer.
     """
     device = rotary.inv_freq.device
-    # Projections stay as they are: on some CPUs bitsandbytes packs 4-bit weights at the first forward in eval mode.
+    # Modules with weights keep their mode: on some CPUs, a forward in eval mode makes bitsandbytes pack 4-bit weights.
     training = [module for module in modules if module.training and not list(module.parameters(recurse=False))]
     for module in training:
         module.training = False
@@ -104,15 +105,15 @@ def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modul
         if moved > tolerance and at_once > tolerance:
             raise PoSEError(
                 f"model: layer {layer} rotates keys in a way that cannot be moved to other positions (error "
-                f"{moved:.2g} of {size:.2g}); Beacon knows RoPE with the halves convention, such as Llama, Mistral, "
-                "Qwen2, Qwen3"
+                f"{moved:.2g} of {size:.2g}). Beacon needs RoPE with the halves convention, as in Llama, Mistral, "
+                "Qwen2 and Qwen3"
             )
         found.append(moved <= at_once)
     return found
 
 
 def _keys_at(call: Callable[..., Any], cache_key: str, place: int, device: torch.device) -> dict[int, torch.Tensor]:
-    view = IntervalView(Pass(0, (), (RAW,), 1), [])
+    view = IntervalView(Pass(0, (), (RAW,), Scheme(1)), [])
     call(
         input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
         position_ids=torch.tensor([[place]], device=device),

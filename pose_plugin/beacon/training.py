@@ -1,4 +1,4 @@
-"""What a trainer needs around the model: batches by interval count, the step of the ratios, the gradient check."""
+"""Helpers for a training loop: batches by interval count, the step of the ratios, the gradient check."""
 
 from __future__ import annotations
 
@@ -15,37 +15,29 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def interval_count(tokens: int, interval: int) -> int:
-    """Intervals that a text of so many tokens is read in: ⌈tokens / l⌉, the key to group a batch by."""
+    """Return how many intervals a text is read in, ⌈tokens / l⌉: the key to group a batch by."""
     return -(-tokens // interval)
 
 
 def group_by_intervals(
     lengths: Sequence[int], interval: int, batch_size: int, ranks: int = 1, seed: int = 0, epoch: int = 0
 ) -> list[int]:
-    """An order of the data in which all rows that are read at the same time have the same number of intervals.
+    """Return an order of the data in which rows that are read at the same time have the same number of intervals.
 
-    Ranks that run different numbers of forwards hang under ZeRO-3 and FSDP. Every run of batch_size·ranks entries has
-    one interval count; a count whose texts do not fill its last run repeats some of them. Texts within one interval
+    Ranks that run different numbers of forwards hang under ZeRO-3. So each group of batch_size·ranks entries has one
+    interval count. If the texts of a count do not fill its last group, some are repeated. Texts within one interval
     train no beacon.
 
     Args:
         lengths: tokens of each text.
         interval: l.
-        batch_size: rows of a rank's batch.
-        ranks: processes.
+        batch_size: rows per rank.
+        ranks: number of processes.
         seed, epoch: of the shuffle; no global generator is used.
 
     Returns:
         Indices into `lengths`, a multiple of batch_size·ranks of them.
-
-    Raises:
-        PoSEError: no texts, or a size below 1.
     """
-    if not lengths or min(batch_size, ranks, interval) < 1:
-        raise PoSEError(
-            f"group_by_intervals: {len(lengths)} texts, batch_size {batch_size}, ranks {ranks}, interval {interval} "
-            "must all be at least 1"
-        )
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     chunk = batch_size * ranks
     counts = np.array([interval_count(int(length), interval) for length in lengths])
@@ -58,9 +50,10 @@ def group_by_intervals(
 
 
 class IntervalSampler(Sampler[int]):
-    """`group_by_intervals` as a sampler, newly shuffled each epoch.
+    """`group_by_intervals` as a sampler, with a new shuffle each epoch.
 
-    Args: see there. For accelerate's sharding (batch i goes to rank i mod ranks) `ranks` is the number of processes.
+    See there for the arguments. accelerate gives batch i to rank i mod ranks, so the batches of one group are read at
+    the same time.
     """
 
     def __init__(self, lengths: Sequence[int], interval: int, batch_size: int, ranks: int = 1, seed: int = 0) -> None:
@@ -80,7 +73,7 @@ class IntervalSampler(Sampler[int]):
 
 
 def set_ratio_step(model: Any, step: int) -> None:
-    """Before each step of the optimizer: tells the global step that training ratios are drawn for.
+    """Set the global step that training ratios are drawn for. Call it before each step of the optimizer.
 
     Args:
         model: a PEFT model with a Beacon adapter, wrapped or not.
@@ -90,7 +83,7 @@ def set_ratio_step(model: Any, step: int) -> None:
 
 
 def beacon_gradient_norm(model: Any, gradient: Callable[[Any], Any] | None = None) -> float:
-    """The norm over all trainable beacon parameters; 0.0 where none has a gradient.
+    """Return the gradient norm over all trainable beacon parameters; 0.0 if none has a gradient.
 
     Args:
         model: a PEFT model with a Beacon adapter, after backward.
@@ -110,12 +103,14 @@ def beacon_gradient_norm(model: Any, gradient: Callable[[Any], Any] | None = Non
 
 
 def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = None) -> float | None:
-    """After the first backward: beacons must have a gradient, or the run would train nothing with a falling loss.
+    """Check that beacons have a gradient after the first backward; without one, the loss falls but nothing is trained.
 
-    Args: see `beacon_gradient_norm`.
+    Args:
+        model: a PEFT model with a Beacon adapter, after backward.
+        gradient: see `beacon_gradient_norm`.
 
     Returns:
-        The norm; None where nothing was condensed since `set_ratio_step`, so that a later step has to be judged.
+        The norm; None if nothing was condensed since `set_ratio_step`. Then call it again after a later step.
 
     Raises:
         PoSEError: something was condensed and the gradient is zero or not finite.
@@ -127,7 +122,7 @@ def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = N
         raise PoSEError(
             f"gradient: the beacons' gradient norm is {norm} after a step that condensed "
             f"{find_tuner(model).condensed_since_step} intervals, so they would not be trained. Usual causes: "
-            "checkpointing with use_reentrant=True, labels that are all −100 behind the first interval, or an adapter "
-            "that is loaded with is_trainable=False."
+            "checkpointing with use_reentrant=True, labels that are all −100 after the first interval, or an adapter "
+            "that was loaded with is_trainable=False"
         )
     return norm

@@ -1,4 +1,4 @@
-"""The adapter as PEFT sees it: registering, saving, loading, several, none; what PEFT would do wrong by itself."""
+"""The adapter as PEFT sees it: registering, saving, loading, several adapters, unloading, and bad settings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_peft_knows_the_method():
     assert PeftType("LORA") is PeftType.LORA
 
 
-def test_name_says_what_to_import(tmp_path, monkeypatch):
-    """Where the package was not imported, PEFT's KeyError is all that a user sees."""
+def test_the_name_says_what_to_import(tmp_path, monkeypatch):
+    """If the package was not imported, PEFT's KeyError is all that a user sees."""
     from peft import mapping
 
     make_beacon().save_pretrained(tmp_path)
@@ -86,7 +86,7 @@ def test_beacons_begin_as_copies():
 
 
 def test_low_rank_begins_as_the_base():
-    """Its delta is zero, so it reads like a full copy before any training."""
+    """Its delta is zero, so before training it reads like a full copy."""
     ids = make_ids(20)
     full = get_peft_model(make_base(), make_config()).eval()
     low = get_peft_model(make_base(), make_config(rank=3)).eval()
@@ -189,7 +189,7 @@ def test_unload_gives_the_base_back():
 def test_merging_is_refused():
     model = make_beacon()
     for merge in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(PoSEError, match="a Beacon adapter cannot be merged"):
+        with pytest.raises(PoSEError, match="cannot be merged"):
             merge()
     with pytest.raises(PoSEError, match="cannot be merged"):
         model.base_model.model.model.layers[0].self_attn.q_proj.merge()
@@ -207,7 +207,7 @@ def test_copies_are_not_doubled_to_fp32():
 @pytest.mark.parametrize("dtype", [None, "float32"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_bf16(dtype, attention):
-    """Reads, trains, and agrees with fp32 as far as bf16 goes."""
+    """Reading and training work, and agree with fp32 within bf16's precision."""
     ids = make_ids(26)
     model = get_peft_model(make_base("llama", attention).to(torch.bfloat16), make_config(dtype=dtype))
     short = make_base("llama", attention).to(torch.bfloat16)(ids[:, :8]).logits
@@ -270,9 +270,9 @@ def test_packed_four_bit_weights_are_refused():
         for module in one.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
-    with pytest.raises(PoSEError, match="packed this base for inference on this CPU, so copying its weights"):
+    with pytest.raises(PoSEError, match=r"load_in_4bit: .* copying its weights"):
         get_peft_model(base, make_config())
-    with pytest.raises(PoSEError, match="so gradients would go wrong"):
+    with pytest.raises(PoSEError, match=r"load_in_4bit: .* gradients"):
         model.train()(make_ids(20))
 
 
@@ -305,12 +305,12 @@ def test_copied_model_has_its_own_tuner():
         assert find_tuner(twin).router.tuner() is find_tuner(twin)
 
 
-def test_bare_model_with_a_cache_of_ours():
+def test_the_bare_model_refuses_a_beacon_cache():
     cache = BeaconCache()
     with pytest.raises(PoSEError, match="a BeaconCache was given to the bare model"):
         make_base()(make_ids(4), past_key_values=cache, use_cache=True)
     model = make_beacon()
-    with model.disable_adapter(), pytest.raises(PoSEError, match="while the adapter is disabled"):
+    with model.disable_adapter(), pytest.raises(PoSEError, match="a BeaconCache was given to the bare model"):
         model(make_ids(4), past_key_values=cache)
 
 
@@ -325,17 +325,14 @@ BAD = [
     ({"ratio": 3}, "ratio: 3 must be a whole number ≥ 2 that divides the interval of 8"),
     ({"train_ratio": "often"}, "train_ratio: 'often' is not known; choose 'random', 'instance', 'adapt' or a number"),
     ({"ratios": [2, 3]}, "ratios: 3 must be a whole number"),
-    ({"ratios": 4}, r"ratios: 4 must be a list of numbers, e.g. \[2, 4, 8\]"),
-    ({"ratios": "2,4"}, "ratios: '2,4' must be a list of numbers"),
-    ({"ratios": []}, r"ratios: none of \[\] divides the interval of 8"),
+    ({"ratios": "2,4"}, "ratios: '2'"),
+    ({"ratios": []}, r"ratios: \[\]"),
     ({"interval": 7}, "divides the interval of 7"),
     ({"rank": -1}, "rank: -1 must be a whole number ≥ 0"),
     ({"gradient_intervals": 0}, "gradient_intervals: 0 must be a whole number ≥ 1"),
-    ({"dtype": "int8"}, "dtype: 'int8' is no floating-point dtype"),
+    ({"dtype": "int8"}, "dtype: 'int8'"),
     ({"target_modules": ["k_proj", "embed_tokens"]}, r"target_modules: \['embed_tokens'\] would save the whole base"),
-    ({"target_modules": "all-linear"}, "'all-linear' is not for Beacon"),
-    ({"target_modules": 5}, "target_modules: 5 is no list of names"),
-    ({"exclude_modules": True}, "exclude_modules: True is no list of names"),
+    ({"target_modules": "all-linear"}, "target_modules: 'all-linear'"),
 ]
 
 
@@ -353,7 +350,7 @@ def test_default_candidates_follow_the_interval():
 UNFIT = [
     ("flash_attention_2", {}, "'flash_attention_2' cannot use the mask of layout v1"),
     ("flex_attention", {}, "'flex_attention' cannot use the mask of layout v1"),
-    ("sdpa", {"target_modules": ["q_proj", "o_proj"]}, "beacons need keys and values of their own"),
+    ("sdpa", {"target_modules": ["q_proj", "o_proj"]}, "beacons need their own keys and values"),
     ("sdpa", {"target_modules": ["up_proj"]}, "names no attention projection"),
     ("sdpa", {"target_modules": r".*(embed_tokens|[kv]_proj)"}, "matches model.embed_tokens, which would be saved"),
     ("sdpa", {"target_modules": r".*lm_head|.*[kv]_proj"}, "matches lm_head, which would be saved"),
@@ -390,7 +387,7 @@ def test_hybrid_models_are_refused():
 
 @pytest.mark.parametrize("targets", [None, ["q_b_proj", "kv_b_proj", "o_proj"], ["kv_a_proj_with_mqa", "kv_b_proj"]])
 def test_latent_attention_is_refused(targets):
-    """DeepSeek's keys and values are made from one compressed row: no choice of projections makes a beacon of it."""
+    """DeepSeek makes keys and values from one compressed row, for which no choice of projections works."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -429,7 +426,7 @@ def test_models_without_rope():
 
 
 def test_rotation_in_another_convention_is_refused(monkeypatch):
-    """A model that turns neighbouring pairs: moved keys would be wrong, silently."""
+    """A model that rotates neighbouring pairs: moved keys would silently be wrong."""
     from transformers.models.llama import modeling_llama
 
     def pairs(x):
@@ -443,9 +440,9 @@ def test_rotation_in_another_convention_is_refused(monkeypatch):
 
 
 def test_v2_takes_flash_attention_and_no_mask():
-    """In layout v2 the model gets no mask of ours, so an attention that only knows "causal" can run it."""
+    """In layout v2 the model gets no explicit mask, so an attention that only knows "causal" can run it."""
     model = make_beacon(layout="v2")
-    model(make_ids(30))  # asks once how keys are rotated
+    model(make_ids(30))  # measures once how keys are rotated
     seen = []
     hook = model.base_model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True

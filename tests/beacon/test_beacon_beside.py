@@ -1,4 +1,4 @@
-"""A vocabulary that grows, other adapters, torch.compile: it is right, or it is refused before anything changes."""
+"""A resized vocabulary, other adapters, torch.compile: correct, or refused before anything changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copy_row(model, token: int, new: int) -> None:
 @pytest.mark.parametrize(("when", "tied"), [("before", False), ("after", True), ("inner", False)])
 @torch.no_grad()
 def test_a_resized_vocabulary(tmp_path, when, tied):
-    """A new token with an old one's embedding reads as that, in the text and in what beacons keep of it."""
+    """A new token with an old one's embedding is read like it, in the text and by beacons."""
     ids = make_ids(30)
     assert (ids == ids[0, 5]).sum() and ids[0, 5] != 1
     expected = make_beacon_of(make_base(tie_word_embeddings=tied))(ids).logits
@@ -73,7 +73,7 @@ def test_resizing_is_undone_and_copied():
     assert (twin.base_model.embedding.sentinel, model.base_model.embedding.sentinel) == (80, 64)
     assert torch.equal(twin(ids).logits[..., :64], model(ids).logits)
     twin.resize_token_embeddings(60)
-    with pytest.raises(PoSEError, match=r"not in the model's vocabulary of 60, 0…59"):
+    with pytest.raises(PoSEError, match=r"60 is not in the model's vocabulary, 0…59"):
         twin(torch.full_like(ids, 60))
     twin.resize_token_embeddings(66)
     base = twin.unload()
@@ -86,7 +86,7 @@ def test_resizing_is_undone_and_copied():
 def test_an_embedding_that_was_replaced():
     model = make_beacon()
     model.get_base_model().set_input_embeddings(torch.nn.Embedding(64, 32))
-    with pytest.raises(PoSEError, match="its input embedding is a Embedding, set after the Beacon adapter was made"):
+    with pytest.raises(PoSEError, match="its input embedding is a Embedding"):
         model(make_ids(20))
 
 
@@ -105,9 +105,7 @@ def test_another_kind_of_adapter_is_refused_and_beacons_stay():
         lambda: get_peft_model(model, lora(), adapter_name="lora"),
         lambda: get_peft_model(model.get_base_model(), lora()),
     ):
-        with pytest.raises(
-            PoSEError, match=r"has a LoraConfig, but the model has Beacon adapters \['default'\].*merge_and"
-        ):
+        with pytest.raises(PoSEError, match=r"has a LoraConfig, but the model has Beacon adapters \['default'\]"):
             add()
     for add in (
         lambda: model.add_adapter("lora", lora()),
@@ -128,12 +126,12 @@ def test_beacons_over_another_adapter_are_refused_and_work_when_it_is_merged():
     other = get_peft_model(make_base(), lora()).eval()
     expected = other(ids[:, :8]).logits
     for model in (other, other.get_base_model()):
-        with pytest.raises(PoSEError, match=r"it has an adapter of another kind \(lora\).*other.merge_and_unload\(\)"):
+        with pytest.raises(PoSEError, match=r"it has an adapter of another kind \(lora\)"):
             get_peft_model(model, make_config())
     assert torch.equal(other(ids[:, :8]).logits, expected) and type(other.peft_config["default"]) is LoraConfig
     merged = other.merge_and_unload()
     model = get_peft_model(merged, make_config()).eval()
-    # As far as a merge rounds.
+    # Within the rounding of a merge.
     assert (model(ids[:, :8]).logits - expected).abs().max() <= 1e-4
     own = merged.model.layers[0].self_attn.q_proj
     assert torch.equal(own.beacon_proj["default"].weight, own.base_layer.weight)
@@ -142,12 +140,12 @@ def test_beacons_over_another_adapter_are_refused_and_work_when_it_is_merged():
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_a_second_tuner_on_one_base_is_refused():
-    """A notebook's cell that is run twice."""
+    """As when a notebook cell runs twice."""
     ids, base = make_ids(20), make_base()
     model = make_beacon_of(base)
     expected = model(ids).logits
     for given in (base, model):
-        with pytest.raises(PoSEError, match=r"it has Beacon layers already.*add_adapter"):
+        with pytest.raises(PoSEError, match="it has Beacon layers already"):
             get_peft_model(given, make_config())
     assert torch.equal(model(ids).logits, expected)
     assert torch.equal(make_beacon_of(model.unload())(ids).logits, expected)
@@ -155,13 +153,13 @@ def test_a_second_tuner_on_one_base_is_refused():
 
 @torch.no_grad()
 def test_an_adapter_for_each_row():
-    """PEFT drops the argument for tuners that do not know it."""
+    """PEFT silently drops the argument for tuners that do not know it."""
     model, ids = make_beacon(), make_ids(20, rows=2)
     model.add_adapter("other", make_config())
     expected = model(ids).logits
     assert torch.equal(model(ids, adapter_names=["default"] * 2).logits, expected)
     for read in (model, model.generate):
-        with pytest.raises(PoSEError, match=r"adapter_names: \['default', 'other'\]; Beacon reads a batch with one"):
+        with pytest.raises(PoSEError, match=r"adapter_names: \['default', 'other'\]"):
             read(ids, adapter_names=["default", "other"])
 
 

@@ -51,12 +51,12 @@ def test_short_prompt_generates_like_the_base(layout):
         assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
     with model.disable_adapter():
         assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
-        with pytest.raises(PoSEError, match="while the adapter is disabled"):
+        with pytest.raises(PoSEError, match=r"cache: .*disabled"):
             model.generate(ids, cache=BeaconCache(), max_new_tokens=3)
 
 
-def test_a_models_own_use_cache_false_is_passed_over():
-    """Training leaves it in the config; reading the whole text anew for each token is for those who ask for it."""
+def test_a_models_own_use_cache_false_is_ignored():
+    """Training leaves use_cache: false in the config; only a call may ask to read the whole text for each token."""
     model = make_beacon()
     model.config.use_cache = model.generation_config.use_cache = False
     output = model.generate(make_ids(20), max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
@@ -85,12 +85,12 @@ def test_chat_turns_continue_the_cache():
     answer = model.generate(second, past_key_values=cache, max_new_tokens=9, **GREEDY)
     assert torch.equal(answer, model.generate(second, max_new_tokens=9, **GREEDY))
     assert cache.get_seq_length() == 30 + 7 + 12 + 8
-    with pytest.raises(PoSEError, match="57 tokens are in the cache and inputs has 49, so nothing is new"):
+    with pytest.raises(PoSEError, match="57 tokens are in the cache and inputs has 49"):
         model.generate(second, past_key_values=cache, max_new_tokens=2)
 
 
 def test_condense_once_ask_often(tmp_path):
-    """Questions leave the context as it was; on disk and back it is the same."""
+    """Questions do not change the context; saved and loaded it is the same."""
     model = make_beacon()
     document, questions = make_ids(45), [make_ids(6, seed=s) for s in (5, 6)]
     context = model.condense(document)
@@ -126,15 +126,8 @@ def test_saved_interleaved_context(tmp_path):
 def test_files_that_are_no_context(tmp_path):
     from safetensors.torch import save_file
 
-    with pytest.raises(PoSEError, match="it is empty; condense a text first"):
-        BeaconCache().save(tmp_path / "c")
-    with pytest.raises(PoSEError, match="cannot be read"):
-        BeaconCache.load(tmp_path / "nothing")
-    (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(PoSEError, match="cannot be read"):
-        BeaconCache.load(tmp_path / "text")
     save_file({"a": torch.zeros(1)}, str(tmp_path / "other"))
-    with pytest.raises(PoSEError, match="holds format None"):
+    with pytest.raises(PoSEError, match="has format None"):
         BeaconCache.load(tmp_path / "other")
 
 
@@ -146,14 +139,14 @@ def test_context_of_another_model():
 
 @torch.no_grad()
 def test_context_of_another_adapter(tmp_path):
-    """Its memory would be read as if it meant something."""
+    """Its memory means nothing to this adapter, and would be read silently."""
     model = make_beacon()
     model.add_adapter("other", make_config())
     model.condense(make_ids(20)).save(tmp_path / "c.safetensors")
     model.set_adapter("other")
     unlike_base(model, seed=7)
     loaded = BeaconCache.load(tmp_path / "c.safetensors")
-    with pytest.raises(PoSEError, match=r"another adapter condensed it .*% off that of 'other'"):
+    with pytest.raises(PoSEError, match=r"another adapter condensed it .*'other'"):
         model(make_ids(3), past_key_values=loaded)
     model.set_adapter("default")
     model(make_ids(3), past_key_values=loaded)
@@ -162,7 +155,7 @@ def test_context_of_another_adapter(tmp_path):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @torch.no_grad()
 def test_context_in_another_dtype(attention):
-    """The same adapter in another dtype is the same adapter; what is read goes on in the model's own."""
+    """An adapter in another dtype is the same adapter; reading continues in the model's dtype."""
     fp32, bf16 = make_beacon(attention=attention), make_beacon(attention=attention).to(torch.bfloat16)
     expected = bf16(make_ids(12, seed=4), past_key_values=bf16.condense(make_ids(20))).logits
     cache = fp32.condense(make_ids(20))
@@ -185,7 +178,7 @@ def test_beam_search():
     assert torch.equal(model.generate(ids[:, 30:], cache=context, **how), expected[:, 30:])
     assert context.batch_size == 1
     greedy = model.generate(ids, max_new_tokens=12, **GREEDY)
-    assert not torch.equal(greedy, expected)  # the beams went another way, so reordering was used
+    assert not torch.equal(greedy, expected)  # the beams differ, so reordering was used
 
 
 def test_reorder_and_select():
@@ -199,7 +192,7 @@ def test_reorder_and_select():
     assert (found[0] - alone[0]).abs().max() <= 5e-5
     assert (found[1] - found[2]).abs().max() <= 5e-5
     assert (found[0] - found[1]).abs().max() > 1e-3
-    # More rows than texts are beams, or questions: those of a text stand together.
+    # More rows than texts are beams, or questions: those of one text are adjacent.
     with torch.no_grad():
         asked = make_ids(5, rows=6, seed=9)
         found = model(asked, past_key_values=model.condense(ids)).logits
@@ -219,7 +212,7 @@ def test_batch_of_equal_layout():
     assert torch.equal(
         several[1:], model.generate(make_ids(4, rows=2, seed=2)[1:], cache=context, max_new_tokens=5, **GREEDY)
     )
-    with pytest.raises(PoSEError, match=r"it holds 3 rows, the input 2.* a multiple of 3"):
+    with pytest.raises(PoSEError, match="it holds 3 rows, the input 2"):
         model.generate(make_ids(4, rows=2), cache=model.condense(ids), max_new_tokens=2, **GREEDY)
 
 
@@ -228,13 +221,13 @@ def test_padded_prompts_are_refused():
     ids = make_ids(20, rows=2)
     for mask in ([[0] * 5 + [1] * 15], [[1] * 15 + [0] * 5]):
         attention = torch.tensor([[1] * 20, *mask])
-        with pytest.raises(PoSEError, match="Read rows of equal length together"):
+        with pytest.raises(PoSEError, match="attention_mask: padding"):
             model.generate(ids, attention_mask=attention, max_new_tokens=2, **GREEDY)
 
 
 @torch.no_grad()
 def test_a_fresh_dynamic_cache_is_empty():
-    """It is true while empty: taken for a cache with a prompt, the prompt would be dropped."""
+    """An empty DynamicCache may be true; taken for a cache with a prompt, the prompt would be dropped."""
     model = make_beacon()
     ids = make_ids(30)
     fresh = DynamicCache()
@@ -282,7 +275,7 @@ def test_ratios_by_interval_in_generate():
     cache = BeaconCache()
     model.generate(make_ids(30), ratios=[2, 4, 8], past_key_values=cache, max_new_tokens=12, **GREEDY)
     assert cache.ratios == [2, 4, 8, 8, 8]
-    with pytest.raises(PoSEError, match="use_cache=False reads the whole text again"):
+    with pytest.raises(PoSEError, match="ratios: use_cache=False"):
         model.generate(make_ids(30), ratios=[2, 8, 4], use_cache=False, max_new_tokens=2)
 
 
@@ -297,8 +290,8 @@ def test_adapt_leaves_room_for_the_answer():
 
 
 @torch.no_grad()
-def test_taking_tokens_back():
-    """crop reaches back through the open interval, which is what assisted decoding needs, and no farther."""
+def test_removing_tokens():
+    """crop can remove the open interval's tokens, as assisted decoding needs, and no others."""
     for layout in ("v1", "v2"):
         model = make_beacon(layout=layout)
         ids = make_ids(30)
@@ -307,17 +300,17 @@ def test_taking_tokens_back():
         assert (cache.tokens, cache.pending) == (26, 2)
         again = model(ids[:, 26:], past_key_values=cache).logits
         assert (again - model(ids).logits[:, 26:]).abs().max() <= 1e-4
-        with pytest.raises(PoSEError, match="7 tokens cannot be taken back, only the last 6"):
+        with pytest.raises(PoSEError, match="7 tokens cannot be removed, only the last 6"):
             cache.crop(-7)
-        # A positive number was the length to keep in older transformers; the newer ones refuse it as well.
+        # In older transformers, a positive number was the length to keep.
         with pytest.raises(PoSEError, match="crop: 3 is not negative"):
             cache.crop(3)
 
 
 @pytest.mark.parametrize("layout", ["v1", "v2"])
 @torch.no_grad()
-def test_taking_tokens_back_over_an_interval_border(layout):
-    """A stream that may be taken back keeps the interval that it condensed last until it reads again."""
+def test_removing_tokens_past_an_interval_border(layout):
+    """With `undoes`, the interval condensed last is kept, so that crop can reach past its end."""
     model, ids = make_beacon(layout=layout), make_ids(40)
     expected = model(ids).logits
     for kept in (15, 16, 17, 20):
@@ -328,17 +321,17 @@ def test_taking_tokens_back_over_an_interval_border(layout):
         assert (cache.tokens, cache.ratios) == (kept, [4] * (kept // 8))
         again = model(ids[:, kept:], past_key_values=cache).logits
         assert (again - expected[:, kept:]).abs().max() <= 1e-4
-    with pytest.raises(PoSEError, match="17 tokens cannot be taken back, only the last 16"):
+    with pytest.raises(PoSEError, match="17 tokens cannot be removed, only the last 16"):
         cache.crop(-17)  # before token 24, so two borders
     assert (cache.tokens, cache.ratios) == (40, [4] * 4)
     cache.crop(-16)
     assert (cache.tokens, cache.pending, cache.ratios) == (24, 0, [4] * 3)
-    assert model.condense(ids).before is None  # elsewhere nothing is kept beside the stream
+    assert model.condense(ids).before is None  # without `undoes` nothing more is kept
 
 
 @pytest.mark.parametrize("layout", ["v1", "v2"])
 def test_assisted_decoding(layout):
-    """Guesses that are rejected stand on both sides of interval borders."""
+    """Rejected guesses are on both sides of interval borders."""
     model = make_beacon(layout=layout)
     ids = make_ids(30)
     expected = model.generate(ids, max_new_tokens=30, **GREEDY)
@@ -350,7 +343,7 @@ def test_assisted_decoding(layout):
         assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=30, **how, **GREEDY), expected)
         assert (cache.tokens >= 59, cache.undoes, cache.before) == (True, False, None)
         for given in ({"cache": model.condense(ids[:, :25])}, {"past_key_values": model.condense(ids[:, :25])}):
-            with pytest.raises(PoSEError, match="no cache that holds a part of it"):
+            with pytest.raises(PoSEError, match="cache: with assistant_model or prompt_lookup_num_tokens"):
                 model.generate(ids, max_new_tokens=2, **given, **how, **GREEDY)
 
 

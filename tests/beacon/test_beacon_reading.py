@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pose_plugin.beacon import BeaconCache
-from pose_plugin.beacon.layout import RAW, Pass, lay_out, visible
+from pose_plugin.beacon.layout import RAW, Pass, Scheme, lay_out, visible
 from pose_plugin.beacon.rope import rotate
 from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import ARCHITECTURES, ROPES, make_base, make_beacon, make_config, make_ids
@@ -23,8 +23,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(("architecture", "attention"), TABLE)
 @torch.no_grad()
 def test_base_is_untouched(architecture, attention):
-    """Short inputs and the disabled adapter: bit for bit. First interval of a long input: but for how a product of
-    another size is rounded, 2e-6 with AVX2 and nothing with AVX-512."""
+    """Short inputs and the disabled adapter are bit-equal. The first interval of a long input differs by rounding,
+    since its products have another size: 2e-6 with AVX2 and nothing with AVX-512."""
     ids = make_ids(30)
     base = make_base(architecture, attention)
     short = [base(ids[:, :count]).logits for count in (1, 5, 8)]
@@ -130,7 +130,7 @@ OTHERS = {
 @pytest.mark.parametrize("architecture", OTHERS)
 @torch.no_grad()
 def test_other_architectures(architecture):
-    """How a layer rotates its keys is asked of the model, so that those without positions keep theirs."""
+    """Each layer's rotation is measured, so that keys of layers without positions are not moved."""
     from peft import get_peft_model
 
     changes, rotating = OTHERS[architecture]
@@ -148,7 +148,7 @@ def test_other_architectures(architecture):
 
 @torch.no_grad()
 def test_the_rest_of_a_head_stays():
-    """Partial rotary: what is not rotated is not moved either."""
+    """Partial rotary: the rest of each head is not moved."""
     keys = torch.randn(1, 1, 2, 8)
     moved = rotate(keys, torch.tensor([3, -2]), torch.tensor([1.0, 0.1]))
     assert torch.equal(moved[..., 4:], keys[..., 4:])
@@ -175,12 +175,12 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask):
     beacon = torch.tensor([row != RAW for row in rows])
     # Another interval's rows see its beacons and nothing else of it.
     seen = (interval[:, None] > interval[None]) & beacon[None]
-    own = visible(lay_out(0, (), 8, 8, 4, closing=True, mask=mask))
+    own = visible(lay_out(0, (), 8, Scheme(8, mask), 4, closing=True))
     for start, size in ((0, 10), (10, 10), (20, 4)):
         seen[start : start + size, start : start + size] = own[:size, :size] if size == 10 else own[:4, :4]
     filled = torch.tensor([[tuner.embedding.sentinel if row != RAW else 0 for row in rows]])
     filled[0, ~beacon] = ids[0]
-    tuner.router.given = given = Pass(0, (), tuple(rows), 8, 4, interleaved=True)
+    tuner.router.given = given = Pass(0, (), tuple(rows), Scheme(8, interleaved=True), 4)
 
     class Constant:
         """The hook reads the pass from the cache; here there is none."""
@@ -201,8 +201,8 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask):
     "changes", [{}, {"mask": "segmentation"}, {"mask": "full"}, {"layout": "v2"}], ids=["stepwise", "seg", "full", "v2"]
 )
 @torch.no_grad()
-def test_memory_stands_at_its_slots(rope, changes):
-    """Of the first layer, a beacon's key depends on nothing but its place: in memory that is 0, 1, 2, …"""
+def test_memory_is_at_its_slots(rope, changes):
+    """In the first layer, a beacon's key depends only on its position: in memory that is 0, 1, 2, …"""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     model = make_beacon("qwen3", rope=rope, **changes)
@@ -226,7 +226,7 @@ def test_documents_do_not_touch_each_other():
     one, two = BeaconCache(), BeaconCache()
     model(first, past_key_values=one)
     assert torch.equal(model(second).logits, alone)
-    # In turn, too.
+    # Alternately, too.
     model(second[:, :13], past_key_values=two)
     model(first, past_key_values=one)
     assert difference(model(second[:, 13:], past_key_values=two).logits, alone[:, 13:]) <= 1e-4
@@ -259,20 +259,20 @@ def test_ratios_for_each_interval():
     model(ids, ratios=[2, 8, 4], past_key_values=cache)
     assert (cache.ratios, cache.len_memory) == ([2, 8, 4], 4 + 1 + 2)
     assert difference(model(ids, ratio=2).logits[:, -1], model(ids, ratio=8).logits[:, -1]) > 1e-3
-    with pytest.raises(PoSEError, match="need 3, one for each interval"):
+    with pytest.raises(PoSEError, match="ratios: 2 given, but 30 tokens behind 0 uncondensed ones need 3"):
         model(ids, ratios=[2, 8])
 
 
 @torch.no_grad()
 def test_adapt_and_a_full_window():
-    """Window 24, interval 8: ratio 4 holds 72 tokens; fixed ratio 2 is full after 40, and says so."""
+    """Window 24, interval 8: ratio 4 holds 72 tokens; with ratio 2 the window is full after 40."""
     model = make_beacon(window=24, ratio="adapt")
     cache = BeaconCache()
     model(make_ids(72), past_key_values=cache)
     assert set(cache.ratios) == {4}
     with pytest.raises(PoSEError, match=r"window: 24 positions are full"):
         model(make_ids(48), ratio=2)
-    with pytest.raises(PoSEError, match=r"adapt finds no condensing ratio for 137 tokens"):
+    with pytest.raises(PoSEError, match="adapt finds no ratio for 137 tokens"):
         model(make_ids(137))
 
 
@@ -373,7 +373,7 @@ def test_longrope_stays_on_its_short_factors():
 
 @torch.no_grad()
 def test_memory_stays_in_the_window():
-    """A text of 32 windows: what is kept at any time never exceeds the window, in bytes as in rows."""
+    """A text of 8 windows: what is cached never exceeds the window, in rows and in bytes."""
     model = make_beacon(window=32, interval=16, ratios=[2, 4, 8, 16], ratio=16)
     cache, rows = BeaconCache(), []
     ids = make_ids(16 * 16)
@@ -389,7 +389,7 @@ def test_memory_stays_in_the_window():
 
 @torch.no_grad()
 def test_model_that_keeps_all_logits(monkeypatch):
-    """A forward without logits_to_keep: its logits are cut here."""
+    """If a model's forward has no logits_to_keep, the tuner cuts its logits."""
     ids = make_ids(21)
     for layout in ("v1", "v2"):
         model = make_beacon(layout=layout)

@@ -107,7 +107,6 @@ def test_ratios_layouts_and_a_stretched_window(base, beacon, changes, held):
             {"beacon": {"target_modules": ["q_proj"]}},
             "beacon.target_modules=.* add k_proj and v_proj",
         ),
-        ({"beacon": {"target_modules": 5}}, "beacon.target_modules: 5 is no list of names"),
         ({"pose": [1]}, r"pose=\[1\] is not a block of keys"),
         ({"gradient_checkpointing_kwargs": [1]}, r"gradient_checkpointing_kwargs=\[1\] is not a block"),
         ({"context_parallel_size": "many"}, "context_parallel_size=many divides rows or projections over devices"),
