@@ -1,4 +1,4 @@
-"""Every benchmark runs, and the README quotes what is in results/."""
+"""Every benchmark runs, and the README's tables equal the files in results/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPTS = {"coverage": "position_coverage", "step_cost": "step_cost", "interpola
 
 
 def script(name: str) -> ModuleType:
-    """A benchmark, imported the way `python benchmarks/…` finds it: from its own folder."""
+    """Import a benchmark from its own folder, as `python benchmarks/…` does."""
     sys.path.insert(0, str(FOLDER))
     try:
         return importlib.import_module(SCRIPTS[name])
@@ -36,7 +36,7 @@ def committed(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """Runs a benchmark with --quick, once; returns its folder and what it printed."""
+    """Run a benchmark with --quick, once; return its results, its output and its folder."""
     done = {}
 
     def run(name: str) -> tuple[dict, str, Path]:
@@ -64,7 +64,7 @@ def test_a_quick_run_writes_json_and_figure_and_prints_its_table(quick, name):
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert script(name).table(result) in printed
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["machine"]["date"]) and result["machine"]["processor"]
-    # What was committed has the same keys: it was not made by an older script.
+    # The committed file has the same keys, so it was not made by an older script.
     assert result.keys() == committed(name).keys()
 
 
@@ -95,7 +95,7 @@ def test_steps_train_the_rows_they_claim_to(quick):
     assert cases["pose"]["tokens"] == 16 * 128 and cases["full"]["tokens"] == 16 * 256
     assert cases["full"]["farthest_position"] == 255 and 128 <= cases["pose"]["farthest_position"] <= 255
     assert all(case["seconds"] > 0 and case["megabytes"] > 0 for case in cases.values())
-    # Twice the tokens need more memory; nothing is said about time on whatever machine this is.
+    # Twice the tokens need more memory. Times are not compared, because they depend on the machine.
     assert cases["full"]["megabytes"] > cases["pose"]["megabytes"]
 
 
@@ -108,7 +108,7 @@ def test_committed_step_cost_is_constant_for_pose_and_grows_for_full_length():
         assert max(pose) < 1.5 * min(pose) and full == sorted(full) and full[-1] > 5 * full[0]
 
 
-def test_interpolated_scores_stay_and_extrapolated_ones_do_not(quick):
+def test_interpolated_scores_stay_in_range_and_extrapolated_ones_do_not(quick):
     largest = quick("interpolation")[0]["largest_score"]
     assert largest["between"]["largest"] < 1.2 * largest["within"]["largest"]
     assert largest["beyond"]["median"] > 10 * largest["within"]["median"]
@@ -121,7 +121,7 @@ def test_the_readme_quotes_the_results(name):
 
 
 def test_the_readme_quotes_nothing_else():
-    """Every table in the README is one of those above."""
+    """The README has no table but those of the results."""
     text = (FOLDER / "README.md").read_text()
     for name in SCRIPTS:
         text = text.replace(script(name).table(committed(name)), "")
@@ -129,7 +129,7 @@ def test_the_readme_quotes_nothing_else():
 
 
 def test_coverage_agrees_with_the_published_table():
-    """Chances by an independent simulation of 8000 rows, to two decimals."""
+    """Compare with an independent simulation of 8000 rows, to two decimals."""
     expected = {
         "pose, 2 chunks": [1.00, 0.55, 0.14, 0.15, 0.13, 0.14, 0.07, 0.03, 0.00],
         "pose, 2 chunks, reference": [1.00, 0.55, 0.14, 0.15, 0.14, 0.15, 0.08, 0.03, 0.00],
@@ -142,7 +142,7 @@ def test_coverage_agrees_with_the_published_table():
 
 
 def test_the_gpu_checks_run_on_a_cpu(tmp_path):
-    """The script that waits for a GPU is not stale: its short form passes here."""
+    """The GPU checks are not stale: their short form passes on a CPU."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
     command = [sys.executable, str(FOLDER / "gpu" / "checks.py"), "--device", "cpu", "--quick"]
     done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=900)
@@ -152,7 +152,7 @@ def test_the_gpu_checks_run_on_a_cpu(tmp_path):
 
 
 def test_the_smollm2_run_in_small(tmp_path):
-    """Trains through Axolotl and judges by the command as the real one does, and makes every table and the picture."""
+    """It trains with Axolotl, evaluates with the command, and makes every table and the picture."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
     run = [sys.executable, str(FOLDER / "smollm2" / "run.py"), "--quick", "--output", str(tmp_path)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=900)

@@ -1,4 +1,4 @@
-"""What README and docs say is what happens: snippets and commands are run, figures come from benchmarks."""
+"""Every snippet and command of README and docs is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(program: str) -> list[list[str]]:
-    """Every command line of the pages that begins with the program, continuation lines joined."""
+    """Return every command line of the pages that begins with the program, with continuation lines joined."""
     lines = [
         line for page in PAGES for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
     ]
@@ -126,7 +126,7 @@ def test_plan_commands(tmp_path, monkeypatch, capsys):
     (tmp_path / "Meta-Llama-3-8B-Instruct").mkdir()
     (tmp_path / "Meta-Llama-3-8B-Instruct" / "config.json").write_text(json.dumps(LLAMA3_8B))
     monkeypatch.chdir(tmp_path)
-    # Of the page and the README; the tutorial's has a base on the Hub, and a test of its own.
+    # The tutorial's command names a base on the Hub and has its own test.
     lines = [line for line in commands("pose-plugin plan") if "--base" in line or "quickstart" in line[2]]
     assert len(lines) == 5
     printed = ""
@@ -160,7 +160,7 @@ def test_readme_yaml_is_a_valid_block():
     assert (settings.train_length, settings.target_length, settings.rope.type) == (2048, 32768, "yarn")
 
 
-def test_loop_of_your_own():
+def test_training_loop_snippet():
     (snippet,) = blocks(ROOT / "docs" / "questions.md", "python")
 
     def case():
@@ -184,12 +184,12 @@ def test_loop_of_your_own():
 def test_evaluate_command_of_readme_is_complete(tmp_path, monkeypatch):
     from pose_plugin.cli.main import main
 
-    # At the root somebody may have trained one.
+    # The root may contain a trained outputs/model.
     monkeypatch.chdir(tmp_path)
     lines = [line for line in commands("pose-plugin evaluate") if "outputs/model" in line]
     assert lines
     for line in lines:
-        # Every argument is accepted; only the model is not here.
+        # All arguments are accepted; only the model is missing.
         assert main(line[1:]) == 2
 
 

@@ -1,4 +1,4 @@
-"""The quick start's base model and data: what its scripts promise in their opening lines."""
+"""The quick start's base model and data are as its scripts describe them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASE = FOLDER / "base"
 
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, ModuleType]:
-    """The three files, imported the way `python make_base.py` finds them: from their own folder."""
+    """Import the three files from their own folder, as `python make_base.py` does."""
     sys.path.insert(0, str(FOLDER))
     try:
         return {name: importlib.import_module(name) for name in ("corpus", "make_base", "make_data")}
@@ -86,8 +86,8 @@ def test_passkey_rows_fit_the_window_and_end(scripts, rows, tokenizer):
 
 
 @pytest.mark.parametrize("sentences", [True, False])
-def test_filler_is_cut_at_ends_of_sentences_where_asked(scripts, tokenizer, sentences):
-    """The base saw every cut, the extension's rows only those behind a full stop."""
+def test_filler_is_cut_at_ends_of_sentences_if_asked(scripts, tokenizer, sentences):
+    """The base was trained on all cuts, the extension only on those after a full stop."""
     maker, rng = scripts["corpus"].PasskeyMaker(tokenizer), random.Random(0)
     drawn = [maker.draw(rng, longest=128, sentences=sentences) for _ in range(60)]
     texts = [tokenizer.decode(ids[:start]) for ids, start in drawn]
@@ -101,11 +101,11 @@ def test_text_rows_are_2048_tokens_of_one_training_file(scripts, rows, tokenizer
     texts = corpus.read_texts(corpus.TRAINING_FILES)
     for ids in rows[40:]:
         assert len(ids) == 2048
-        # A byte-level piece may begin or end inside a character, hence not the whole of it.
+        # A byte-level piece may begin or end inside a character, so its ends are left out.
         assert sum(tokenizer.decode(ids)[4:-4] in text for text in texts) >= 1
 
 
-def test_rows_depend_on_the_seed_alone(scripts, rows, tokenizer):
+def test_rows_depend_only_on_the_seed(scripts, rows, tokenizer):
     make = scripts["make_data"].training_rows
     random.seed(7)
     assert make(tokenizer, seed=0, documents=40) == rows
@@ -125,7 +125,7 @@ def test_judging_texts_and_keys_are_not_in_training(scripts, tokenizer):
     assert len(seen | unseen) == 90_000
 
 
-def test_file_has_the_columns_axolotl_takes_as_they_are(scripts, tmp_path):
+def test_file_has_the_columns_that_axolotl_reads(scripts, tmp_path):
     scripts["make_data"].write_rows(tmp_path / "rows.jsonl", [[5, 6, 7], [8]])
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [
         {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [5, 6, 7]},
@@ -149,7 +149,7 @@ def test_faults_are_named(scripts):
 
 
 def test_base_rows(scripts, tokenizer):
-    """16 rows of 128; the answers are marked, the copies repeat."""
+    """A batch has 16 rows of 128 tokens with marked answers and repeated copies."""
     corpus = scripts["corpus"]
     texts = [list(range(2, 502)), list(range(2, 302))]
     make = scripts["make_base"].Rows

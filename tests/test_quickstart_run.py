@@ -1,4 +1,4 @@
-"""The quick start end to end, cut to two steps, and the table of README against the committed benchmark."""
+"""The quick start runs end to end with two steps, and README's table equals the committed benchmark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_readme_table_is_the_committed_benchmark():
     assert quickstart.with_table(readme, quickstart.table(result["models"], result["lengths"])) == readme
 
 
-# What the table must show for the claims beside it to hold: least and most, by model and multiple of the window.
+# Bounds that the claims next to the table need: model, multiple of the window, least, most.
 CLAIMS = [
     ("PoSE", 2, 0.95, 1.0),
     ("PoSE", 4, 0.95, 1.0),
@@ -67,7 +67,7 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize(("name", "times", "least", "most"), CLAIMS)
-def test_the_committed_numbers_bear_out_what_is_claimed(name, times, least, most):
+def test_the_committed_numbers_support_the_claims(name, times, least, most):
     result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
     assert len(result["seeds"]) == 3
     assert least <= result["models"][name]["passkey"][str(128 * times)]["mean"] <= most

@@ -1,21 +1,21 @@
-"""Supervised fine-tuning with TRL: a window of 128 tokens is trained, 2048 are reached. One file, to copy from.
+"""Supervised fine-tuning with TRL: train a window of 128 tokens and get one of 2048. One file to copy from.
 
     python example_configs/quickstart/make_data.py
     python example_configs/trl/sft.py --evaluate            # the tiny base of the quick start, on CPU
 
-    # Two processes on CPU. On GPUs: ddp, zero2, zero3 or fsdp2, `--num_processes` as many, without --mixed_precision.
+    # Two processes on a CPU. On GPUs use ddp, zero2, zero3 or fsdp2, one process per GPU, and no --mixed_precision.
     accelerate launch --config_file example_configs/accelerate/ddp.yaml --num_processes 2 --mixed_precision no \\
         example_configs/trl/sft.py --steps 20
 
-    # A real model and rows of {"text": …} or {"messages": […]}; --qlora for a base in 4 bit, neither for all weights.
+    # A real model, rows of {"text": …} or {"messages": […]}. --qlora loads the base in 4 bits; without either option
+    # all weights are trained.
     python example_configs/trl/sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --target-length 131072 \\
         --train-length 4096 --steps 1000 --batch-size 1 --lora
 
-Hardware: for the tiny base a CPU and some minutes. For Qwen3-0.6B with --lora a GPU of 8 GB. Reckoned: about 2 GiB, as
-TRL computes the loss of a row piece by piece.
+Hardware: a CPU and a few minutes for the tiny base, a GPU of 8 GB for Qwen3-0.6B with --lora.
 Results: with the tiny base, the table of README.md; measure your own model with `pose-plugin evaluate`.
 
-What differs from any other SFTTrainer script are the two calls marked (1) and (2).
+Only the two calls marked (1) and (2) differ from an ordinary SFTTrainer script.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=str(QUICKSTART / "base"), help="name or folder of the base model")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="a JSONL file")
-    parser.add_argument("--target-length", type=int, default=2048, help="the window that is wanted, in tokens")
-    parser.add_argument("--train-length", type=int, default=128, help="the window that is trained, in tokens")
+    parser.add_argument("--target-length", type=int, default=2048, help="the wanted window in tokens")
+    parser.add_argument("--train-length", type=int, default=128, help="the trained window in tokens")
     parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, auto, none")
     parser.add_argument("--content", default="skip", help="skip for long texts, contiguous for chats")
     parser.add_argument("--output", default="outputs/trl_sft", help="folder to save to")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16, help="rows a step and process")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="2e-5 for a large model in full")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows per step and process")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="e.g. 2e-5 for all weights of a large model")
     parser.add_argument("--lora", action="store_true", help="train an adapter instead of all weights")
-    parser.add_argument("--qlora", action="store_true", help="the same on a base in 4 bit; needs bitsandbytes")
+    parser.add_argument("--qlora", action="store_true", help="the same on a 4-bit base; needs bitsandbytes")
     parser.add_argument("--evaluate", action="store_true", help="passkey retrieval before and after")
-    parser.add_argument("--trials", type=int, default=20, help="passkeys at each length")
+    parser.add_argument("--trials", type=int, default=20, help="passkeys per length")
     return parser.parse_args()
 
 
 def passkey_table(model: Any, tokenizer: Any, args: argparse.Namespace) -> str:
-    """Share of passkeys found, at lengths from the trained window to the target."""
+    """Return the share of passkeys found at lengths from the trained window to the target."""
     from pose_plugin.evaluation.measures.passkey import passkey
 
     lengths = [args.train_length]
@@ -70,14 +70,14 @@ def main() -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
-    # Before the model, so that ZeRO-3 divides it while it is loaded.
+    # Before the model, so that ZeRO-3 shards it while it is loaded.
     training = SFTConfig(
         output_dir=args.output,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         learning_rate=args.learning_rate,
         warmup_steps=10,
-        # `content: skip` takes its window out of the whole document, so TRL must not shorten it before.
+        # `content: skip` takes its window out of the whole document, so TRL must not truncate it first.
         max_length=args.train_length if args.content == "contiguous" else None,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         gradient_checkpointing=torch.cuda.is_available(),
@@ -99,7 +99,7 @@ def main() -> None:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if training.bf16 else torch.float32,
         )
-    # All weights are trained in float32 and computed in bf16: kept in bf16, they would not take small steps.
+    # Train all weights in float32 and compute in bf16: weights kept in bf16 lose small steps.
     dtype = "auto" if args.lora or args.qlora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=dtype, attn_implementation="sdpa", **quantized
@@ -109,7 +109,7 @@ def main() -> None:
     if args.lora or args.qlora:
         from peft import LoraConfig
 
-        # Norms are trained along, as a new RoPE asks for more than the projections (LongLoRA).
+        # A new RoPE needs the norms trained too, not only the projections (LongLoRA).
         norms = [name for name, _ in model.named_modules() if name.endswith(("layernorm", "norm"))]
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", modules_to_save=norms or None)
 

@@ -37,8 +37,6 @@ class Inputs:
         run: what the memory of a step depends on.
         accumulate: batches of a GPU in one step.
         steps: of the training; None if neither the YAML nor local data tell.
-        rows: of the data set; None if they are not known.
-        packed: whether several documents share a row.
         chat: whether rows are made by a chat template.
         beacon: the values of the YAML if its adapter is beacon, else None.
         bf16: the YAML's setting that keeps trained weights in bf16, e.g. "bf16=True"; None if no steps are lost.
@@ -53,8 +51,6 @@ class Inputs:
     run: Run
     accumulate: int = 1
     steps: int | None = None
-    rows: int | None = None
-    packed: bool = False
     chat: bool = False
     beacon: Mapping[str, Any] | None = None
     bf16: str | None = None
@@ -135,16 +131,13 @@ def from_values(
         eager=cfg.get("attn_implementation") == "eager",
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
-    steps, rows = _steps_and_rows(cfg, run.rows * accumulate * gpus, steps, rows, notes)
     return Inputs(
         base=name,
         config=config,
         settings=settings,
         run=run,
         accumulate=accumulate,
-        steps=steps,
-        rows=rows,
-        packed=bool(cfg.get("sample_packing")),
+        steps=_steps(cfg, run.rows * accumulate * gpus, steps, rows, notes),
         chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
         beacon=beacon,
         bf16=_lossy_bf16(cfg, run),
@@ -237,7 +230,10 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
         notes.append(f"bf16={cfg.get('bf16')!r} is refused by Axolotl (true, false or auto); estimated as for false")
     if adapter is None:
         return Run(method="full", weight_bytes=wide, trained_bytes=wide)
-    quantised: Any = "nf4" if cfg.get("load_in_4bit") else "int8" if cfg.get("load_in_8bit") else None
+    quantised: Any = "int8" if cfg.get("load_in_8bit") else None
+    if cfg.get("load_in_4bit"):
+        double = block(cfg, "bnb_config_kwargs").get("bnb_4bit_use_double_quant", True)
+        quantised = "nf4" if double else "nf4-single"
     base = Run(quantised=quantised, quantised_experts=bool(cfg.get("quantize_moe_experts")), weight_bytes=wide)
     if adapter == "beacon":
         values = block(cfg, "beacon")
@@ -258,7 +254,7 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
     if not isinstance(saved, list):
         raise PoSEError(f"lora_modules_to_save={saved!r} is not a list; write [{saved}]")
     targets = "all-linear" if cfg.get("lora_target_linear") else cfg.get("lora_target_modules") or "all-linear"
-    methods: dict[Any, Any] = {"nf4": "qlora", "int8": "8bit", None: "lora"}
+    methods: dict[Any, Any] = {"nf4": "qlora", "nf4-single": "qlora", "int8": "8bit", None: "lora"}
     return replace(
         base,
         method=methods[quantised],
@@ -342,10 +338,10 @@ def _datasets(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return value
 
 
-def _steps_and_rows(
+def _steps(
     cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str]
-) -> tuple[int | None, int | None]:
-    """Return the steps of the training and the rows of the data set, each None if it cannot be known here."""
+) -> int | None:
+    """Return the steps of the training, or None if they cannot be known here."""
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
     epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
@@ -355,7 +351,7 @@ def _steps_and_rows(
         if counted:
             notes += _about_rows(cfg, counted)
         steps = max(1, int(rows * epochs / rows_of_step))
-    return steps, rows
+    return steps
 
 
 def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:

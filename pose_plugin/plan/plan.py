@@ -74,7 +74,7 @@ def _buckets(plan: Plan) -> list[Bucket]:
     edges = [1, max(plan.window // 2, 2), max(plan.window, 3)]
     while edges[-1] * 2 < plan.target:
         edges.append(edges[-1] * 2)
-    # The last window before the target is rare in every uniform scheme, so it is a range of its own.
+    # The last window before the target is rare in every uniform scheme, so it is a separate range.
     edges.append(plan.target - plan.window)
     edges = [*sorted({edge for edge in edges if edge < plan.target}), plan.target]
     buckets = []

@@ -101,6 +101,8 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
          {"checkpointing": True, "fused_loss": True}),
         ({"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_target_modules": ["q_proj"]},
          {"method": "qlora", "lora_rank": 32, "lora_targets": ["q_proj"], "trained_bytes": 4, "quantised": "nf4"}),
+        ({"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+         {"method": "qlora", "quantised": "nf4-single"}),
         ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True},
          {"method": "8bit", "quantised": "int8", "lora_targets": "all-linear"}),
         ({"adapter": "beacon", "beacon": {"interval": 1024}, "pose": None},
