@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pose_plugin.beacon.register import NAME as BEACON
-from pose_plugin.checkpoints import source as loading
-from pose_plugin.checkpoints.source import describe, extended
+from pose_plugin.checkpoints import load as loading
+from pose_plugin.checkpoints.load import describe, extended
 from pose_plugin.cli import evaluate as command
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import run as session
