@@ -92,7 +92,7 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
 
     import torch
 
-    from pose_plugin.checkpoints.source import describe, extended, load
+    from pose_plugin.checkpoints.load import describe, extended, load
     from pose_plugin.evaluation.measures.passkey import passkey
     from pose_plugin.evaluation.measures.perplexity import perplexity
     from pose_plugin.evaluation.results import ModelResult

@@ -1,10 +1,10 @@
-"""Saved folders: completing them, proving them, loading them, serving them.
+"""Saved folders: complete, check, load and merge them.
 
-folder.py, record.py, probe.py   what a run leaves beside its weights
-check.py, reload_worker.py              a reload in a process without this package, held against the probe
-loading.py, merged.py            adapters on the base they were trained on; merged models
-engines/, older.py               what each engine has to be told; a copy for transformers 4
-card.py                          the model card
+- folder.py, record.py, probe.py: what a run leaves next to its weights
+- check.py, reload_worker.py: a reload in a process without this package, compared with the probe
+- load.py, adapter.py: models to use or to evaluate, adapters on the base they were trained on
+- saved.py: the files of a folder, for export
+- merge.py: merged models
 """
 
 from pose_plugin.checkpoints.check import CheckReport, check_folder

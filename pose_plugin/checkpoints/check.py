@@ -1,26 +1,75 @@
-"""`pose-plugin check FOLDER`: is what reloads from here, without this package, the model that was trained?"""
+"""`pose-plugin check FOLDER`: does a reload without this package give the model that was trained?"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pose_plugin.checkpoints import compare
-from pose_plugin.checkpoints.adapter import Base, base_of, is_adapter
-from pose_plugin.checkpoints.compare import CheckReport
-from pose_plugin.checkpoints.folder import RECORD, read_record
-from pose_plugin.checkpoints.probe import read_probe
+import numpy as np
+
+from pose_plugin.checkpoints.adapter import Base, base_of, is_adapter, require_model
+from pose_plugin.checkpoints.folder import RECORD, read_record, text_part
+from pose_plugin.checkpoints.probe import PROBE, read_probe
+from pose_plugin.rope import legacy_copies
+from pose_plugin.rope.kinds import normalise
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# The largest allowed distance of logits, as a share of their spread at a position, by the coarsest type on the way.
+# Measured: float32 up to 7e-7 between attention functions; the quick start's model in a type coarser than in
+# training, 3e-3 in float16 and 3e-2 in bfloat16. Losing the extension makes 0.8. TF32 resolves as float16 does.
+TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.1}
+# For an adapter that was trained on a quantised base and is now merged into a full-precision one.
+_QUANTISED_AWAY = 0.5
+
+Verdict = Literal["ok", "differs", "note"]
+
+
+@dataclass
+class CheckReport:
+    """The findings of one check.
+
+    Attributes:
+        folder: what was reloaded.
+        findings: (what, verdict, sentence).
+        numbers: as far as they were measured, `logits` and, with the base's frequencies, `plain` (see
+            `logit_distance`), `merge`, and `frequencies`, the largest relative difference.
+        transformers: the version that reloaded it.
+    """
+
+    folder: str
+    findings: list[tuple[str, Verdict, str]] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    transformers: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.differing()
+
+    def add(self, what: str, good: bool | None, sentence: str) -> None:
+        """Add a finding; `good=None` is a note."""
+        verdict: Verdict = "note" if good is None else "ok" if good else "differs"
+        self.findings.append((what, verdict, sentence))
+
+    def differing(self) -> list[str]:
+        """Return the names of what differs."""
+        return [what for what, verdict, _ in self.findings if verdict == "differs"]
+
+    def __str__(self) -> str:
+        lines = [f"{verdict:7}  {what:11}  {sentence}" for what, verdict, sentence in self.findings]
+        wrong = self.differing()
+        end = f"{self.folder}: differs in {', '.join(wrong)}" if wrong else f"{self.folder}: passed"
+        return "\n".join([*lines, end])
 
 
 def check_folder(
@@ -34,21 +83,21 @@ def check_folder(
     python: str | None = None,
     timeout: float = 3600,
 ) -> CheckReport:
-    """Reloads a folder in a clean process and compares it with the trained model.
+    """Reload a folder in a clean process and compare it with the trained model.
 
     The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on its
-    base built from the config beside the adapter, and answers with the tokenizer's maximum, the config's, the live
-    frequencies, and logits at positions past the old window. They are held against `pose_probe.json`, which the
-    trained model has answered.
+    base built from the config next to the adapter. It answers with the tokenizer's maximum, the config's, the live
+    frequencies, and logits at positions past the old window. These are compared with `pose_probe.json`, the answers of
+    the trained model.
 
     Args:
         folder: a model or an adapter that was saved by a run of this package.
         base: where the base is, if not where adapter_config.json says.
-        like: the folder whose record and probe count, for a merged model that has none of its own.
+        like: take record and probe from this folder, for a merged model that has none.
         device: "cpu", "cuda", …
         dtype: "float32", "bfloat16" or "float16", instead of the trained type.
-        trust_remote_code: let the folder's own code run.
-        python: interpreter of another environment, e.g. one with transformers 4; this package need not be there.
+        trust_remote_code: allow the folder's own code to run.
+        python: interpreter of another environment, e.g. with transformers 4; it does not need this package.
         timeout: seconds for the reload.
 
     Raises:
@@ -56,57 +105,49 @@ def check_folder(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
-    path, reference = Path(folder), Path(like or folder)
-    record = _record(path, reference)
-    report = CheckReport(str(folder))
-    probe = read_probe(reference)
-    adapter = is_adapter(path)
+    path, reference = require_model(folder), Path(like or folder)
+    record = read_record(reference)
+    if "target_length" not in record:
+        raise PoSEError(
+            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
+            "--like ADAPTER, the folder that the adapter was saved in"
+        )
+    report, probe, adapter = CheckReport(str(folder)), read_probe(reference), is_adapter(path)
     if not _files_are_there(report, path, adapter):
         return report
-    compare.forms_agree(report, path / "config.json")
+    _compare_forms(report, path / "config.json")
     load = _Reload(record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
     where = base_of(path, base) if adapter else None
     answer = load(path, where)
     report.transformers = answer.get("transformers")
     report.add("reload", "error" not in answer, _reloaded(answer, path, where))
-    compare.maximum(report, answer, int(record["target_length"]))
-    compare.tokenizer(report, answer, int(record["target_length"]))
+    _compare_maximum(report, answer, int(record["target_length"]))
+    _compare_tokenizer(report, answer, int(record["target_length"]))
     if probe is None:
-        compare.no_probe(report, reference)
+        report.add(
+            "logits",
+            False,
+            f"no {PROBE} in {reference}, so the trained model's answers are unknown. Save again with this version, or "
+            "name a folder that has one with --like",
+        )
     elif "logits" in answer:
-        compare.frequencies(report, answer, probe)
-        compare.logits(report, answer, probe, adapter)
+        _compare_frequencies(report, answer, probe)
+        _compare_logits(report, answer, probe, adapter)
         source = reference if is_adapter(reference) else path.parent
         if probe["quantization"] and not adapter and is_adapter(source):
-            # What was trained was the adapter on rounded weights; what was merged is the adapter on the whole ones.
-            whole = load(source, base_of(source, base), quantized=False)
-            compare.merged_weights(report, answer, whole, source)
+            # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
+            _compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
     return report
 
 
-def _record(path: Path, reference: Path) -> dict[str, Any]:
-    for each in (path, reference):
-        if not each.is_dir():
-            raise PoSEError(f"{each} is no folder; name the output folder of a training run")
-    if not (path / "config.json").is_file() and not is_adapter(path):
-        raise PoSEError(f"{path} holds neither config.json nor adapter_config.json; name a saved model or adapter")
-    record = read_record(reference)
-    if "target_length" not in record:
-        raise PoSEError(
-            f"{reference} has no {RECORD}, so it is not known what was trained. The folder of a merged model is "
-            "checked with --like ADAPTER, the folder that the adapter was saved in"
-        )
-    return record
-
-
 def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
-    """What makes a reload pointless or misleading is told before it."""
+    """Report missing files that would make a reload pointless or misleading."""
     if not (path / "config.json").is_file():
         report.add(
             "config",
             False,
-            "no config.json beside the adapter: its base would be loaded with the base's own frequencies. Run "
-            "`pose-plugin check` with --repair, or copy the file from the output folder of the run",
+            "no config.json next to the adapter: its base would be loaded with the base's own frequencies. Copy the "
+            "file from the output folder of the run",
         )
         return False
     stem = "adapter_model" if adapter else ""
@@ -114,6 +155,9 @@ def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
         report.add("weights", False, f"no {stem or 'model'} weights ({', '.join(_WEIGHTS)}) in the folder")
         return False
     return True
+
+
+# -- the reload ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,7 +171,7 @@ class _Reload:
     timeout: float
 
     def __call__(self, path: Path, base: Base | None, quantized: bool = True) -> dict[str, Any]:
-        """The answers of a model, or of an adapter on a base; of the latter loaded as in training."""
+        """Return the answers of a model, or of an adapter on a base that is loaded as in training."""
         probe = self.probe
         trained_as = probe if base is not None and probe is not None else {}
         built = (self.record.get("rope") or {}).get("type")
@@ -135,12 +179,12 @@ class _Reload:
             "folder": str(path.resolve()),
             "base": base.name if base else None,
             "revision": base.revision if base else None,
-            # A full or merged model says itself how it is stored.
+            # The config of a full or merged model says how it is stored.
             "dtype": self.dtype or trained_as.get("dtype", "auto"),
             "quantization": trained_as.get("quantization") if quantized else None,
             "device": self.device,
             "trust_remote_code": self.trust_remote_code,
-            # With rope: none there is nothing to lose.
+            # With rope: none there is no extension that could be lost.
             "theta": None if built == "none" else (self.record.get("model") or {}).get("original_theta"),
             "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else None,
         }
@@ -152,20 +196,15 @@ def _run_worker(request: Mapping[str, Any], python: str, timeout: float) -> dict
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        # torch would load the package by its entry point.
+        # Without this, torch would load the package by its entry point.
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false"}
+        command = [python, str(script), str(asked), str(answered)]
         try:
-            done = subprocess.run(
-                [python, str(script), str(asked), str(answered)],
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                env=environment,
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
         except subprocess.TimeoutExpired:
             return {"error": f"no answer within {timeout:g} s"}
         except OSError as error:
-            raise PoSEError(f"--python {python} does not run: {error}; give the path of a Python interpreter") from None
+            raise PoSEError(f"--python {python} cannot be run: {error}; give the path of an interpreter") from None
         if not answered.is_file():
             return {"error": f"the process ended with code {done.returncode}: {done.stderr.strip()[-600:]}"}
         return json.loads(answered.read_text(encoding="utf-8"))
@@ -177,3 +216,148 @@ def _reloaded(answer: Mapping[str, Any], path: Path, base: Base | None) -> str:
         hint = f". Is {base.name} the base it was trained on? --base names another" if base else ""
         return f"{what} does not load: {answer['error']}{hint}"
     return f"{what} loads with transformers {answer['transformers']}, without pose_plugin"
+
+
+# -- the comparisons: each adds its findings to the report -------------------------------------------------------------
+
+
+def _compare_forms(report: CheckReport, file: Path) -> None:
+    """Compare the form of the rope that transformers 5 reads with that of older readers."""
+    text = text_part(read_json(file))
+    if text is None or not text.get("rope_parameters"):
+        report.add("older form", None, "config.json has no rope_parameters, the form of transformers 5")
+        return
+    wanted = legacy_copies(text["rope_parameters"], str(text.get("model_type")))
+    if wanted.get("rope_scaling") is not None and text.get("rope_scaling") is None:
+        report.add(
+            "older form",
+            None if file.parent.name.startswith("checkpoint-") else False,
+            "config.json has no rope_scaling: transformers 4, llama.cpp's converter and older vLLM would use the "
+            "base's frequencies (checkpoints leave it out on purpose, as transformers 5 could not resume from them)",
+        )
+        return
+    wrong = [key for key, value in wanted.items() if not _same(text.get(key), value)]
+    report.add(
+        "older form",
+        not wrong,
+        f"{wrong[0]}={text.get(wrong[0])!r}, but rope_parameters needs {wanted[wrong[0]]!r}"
+        if wrong
+        else "rope_parameters agrees with the keys that older readers know",
+    )
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        return normalise(found) == normalise(wanted)
+    return found == wanted
+
+
+def _compare_maximum(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:
+    if "maximum" in answer:
+        found = answer["maximum"]
+        good = isinstance(found, int) and found >= target
+        wrong = "" if good else f", but target_length={target} was trained"
+        report.add("maximum", good, f"max_position_embeddings={found}{wrong}")
+
+
+def _compare_tokenizer(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:
+    if "tokenizer_error" in answer:
+        fix = "Save it into the folder"
+        if "TokenizersBackend" in answer["tokenizer_error"]:
+            fix = "transformers 4 cannot read what transformers 5 saves; `pose-plugin export … --form 4` writes a copy"
+        report.add("tokenizer", False, f"it does not load: {answer['tokenizer_error'].rstrip('.')}. {fix}")
+    elif "tokenizer" in answer:
+        found = answer["tokenizer"]
+        wrong = "" if found >= target else f": texts of up to {target} tokens would raise a warning or be truncated"
+        report.add("tokenizer", found >= target, f"model_max_length={found}{wrong}")
+
+
+def _compare_frequencies(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any]) -> None:
+    wanted, found = probe["frequencies"], answer["frequencies"]
+    if not wanted:
+        report.add("frequencies", None, "the model has no buffer of frequencies; only the logits depend on them")
+        return
+    worst, count = 0.0, 0
+    for name, want in wanted.items():
+        got = found.get(name)
+        if got is None or len(got["inv_freq"]) != len(want["inv_freq"]):
+            report.add("frequencies", False, f"{name} is missing or has another size")
+            return
+        a, b = np.array(got["inv_freq"]), np.array(want["inv_freq"])
+        apart = np.nan_to_num(np.abs(a - b) / np.where(b == 0, 1.0, np.abs(b)), nan=np.inf)
+        if apart.max() > 1e-5:
+            first = int(np.argmax(apart > 1e-5))
+            report.add("frequencies", False, f"{name}[{first}] is {a[first]:.6g}, trained was {b[first]:.6g}")
+            return
+        if not math.isclose(got["scale"], want["scale"], rel_tol=1e-6):
+            report.add("frequencies", False, f"{name}: cos and sin × {got['scale']:g}, trained was {want['scale']:g}")
+            return
+        worst, count = max(worst, float(apart.max())), count + b.size
+    report.numbers["frequencies"] = worst
+    report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
+
+
+def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], adapter: bool) -> None:
+    distance = report.numbers["logits"] = logit_distance(answer["logits"], probe["logits"])
+    allowed, why = tolerance(probe, adapter, answer["dtype"])
+    good = distance <= allowed
+    sentence = (
+        f"{len(probe['positions'])} positions up to {probe['positions'][-1]}: distance {distance:.1e} of their spread "
+        f"(allowed {allowed:g}, {why})"
+    )
+    plain = logit_distance(answer["plain"], probe["logits"]) if answer.get("plain") else None
+    if plain is not None:
+        report.numbers["plain"] = plain
+        sentence += f"; at the base's frequencies it would be {plain:.1e}"
+    report.add("logits", good, sentence)
+    if plain is not None and good and plain <= allowed:
+        report.add("logits", None, "this comparison is too coarse to tell the two apart; rely on the frequencies above")
+
+
+def _compare_merge(
+    report: CheckReport, answer: Mapping[str, Any], whole: Mapping[str, Any], adapter: str | Path
+) -> None:
+    """Compare a merged adapter that was trained on a quantised base with itself on the unquantised base."""
+    if "logits" not in whole:
+        report.add("merge", None, f"{adapter} does not load on the unquantised base: {whole.get('error')}")
+        return
+    distance = report.numbers["merge"] = logit_distance(answer["logits"], whole["logits"])
+    coarsest = _coarsest([answer["dtype"], whole["dtype"]])
+    good = distance <= TOLERANCE[coarsest]
+    sentence = f"distance {distance:.1e} from {adapter} on the unquantised base"
+    if not good:
+        sentence += (
+            f" (more than {coarsest} explains): so does a merge that imitates the quantisation, as Axolotl's "
+            "memory_efficient"
+        )
+    report.add("merge", True if good else None, sentence)
+
+
+def logit_distance(found: list[list[float]], wanted: list[list[float]]) -> float:
+    """Return the largest ‖found − wanted‖ / ‖wanted − its mean‖ over the positions; not finite counts as infinite."""
+    a, b = np.array(found, dtype=np.float64), np.array(wanted, dtype=np.float64)
+    if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return math.inf
+    spread = np.linalg.norm(b - b.mean(axis=1, keepdims=True), axis=1)
+    return float((np.linalg.norm(a - b, axis=1) / np.where(spread == 0, 1.0, spread)).max())
+
+
+def tolerance(probe: Mapping[str, Any], adapter: bool, dtype: str) -> tuple[float, str]:
+    """Return the largest allowed `logit_distance`, and the reason.
+
+    Args:
+        probe: of the trained model.
+        adapter: whether an adapter was reloaded, and not a full or merged model.
+        dtype: of the weights as they were reloaded.
+    """
+    if probe["quantization"] and not adapter:
+        return _QUANTISED_AWAY, "trained on a quantised base, merged into a full one"
+    coarsest = _coarsest([probe["dtype"], probe["compute"], dtype])
+    if probe["quantization"]:
+        return max(TOLERANCE[coarsest], TOLERANCE["bfloat16"]), "trained on a quantised base"
+    return TOLERANCE[coarsest], coarsest
+
+
+def _coarsest(types: list[str]) -> str:
+    # An unknown type, of some quantisation, counts as the coarsest known one.
+    return max((name if name in TOLERANCE else "bfloat16" for name in types), key=lambda name: TOLERANCE[name])

@@ -1,31 +1,36 @@
-"""An adapter on the base it was trained on, with the frequencies it was trained with."""
+"""Load models to use or to evaluate: full models, adapters on their base, and bases with a stretched rope.
+
+`load_extended` loads what a run saved. `describe` reads everything about any model but its weights and raises what is
+wrong with it; `load` then loads it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import base_of, is_adapter
+from pose_plugin.checkpoints.adapter import base_of, is_adapter, is_beacons, require_model, require_peft
 from pose_plugin.checkpoints.folder import read_record
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
 from pose_plugin.utils.log import log, show_log
 
 
 def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: bool = False, **kwargs: Any) -> Any:
-    """Loads what a run of this package saved: an adapter on its base, built for the extended window; or a full model.
+    """Load what a run of this package saved: an adapter on its base, built for the extended window, or a full model.
 
     `PeftModel.from_pretrained(plain_base, adapter)` would run the adapter at the base's own frequencies.
 
     Args:
-        folder: of the adapter or model; or its name on the Hugging Face hub, which is downloaded.
+        folder: of the adapter or model; or its name on the Hugging Face hub, from which it is downloaded.
         base: where the base is, if not where adapter_config.json says.
-        is_trainable: whether the adapter shall be trained on.
+        is_trainable: whether to train the adapter further.
         kwargs: for `AutoModelForCausalLM.from_pretrained` of the base: dtype, device_map, quantization_config, …
 
     Returns: a PeftModel, or a transformers model.
 
     Raises:
-        PoSEError: no such folder, an adapter without the extended config beside it, PEFT missing.
+        PoSEError: no such folder, an adapter without the extended config next to it, PEFT missing.
         RopeMismatchError: the loaded model's frequencies are not those of its config.
 
     Example:
@@ -36,74 +41,64 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
 
     from pose_plugin.rope import verify_rope
 
-    path = _local(folder)
-    remote = {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
+    path = require_model(_local(folder))
     if not is_adapter(path):
-        if not (path / "config.json").is_file():
-            raise PoSEError(f"{path} holds neither config.json nor adapter_config.json; name a saved model or adapter")
         model: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs)
         verify_rope(model)
         return model
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise PoSEError("an adapter needs PEFT, which is not installed; pip install peft") from None
+    peft = require_peft()
     if not (path / "config.json").is_file():
         raise PoSEError(
-            f"{path} has no config.json beside its adapter, so the frequencies it was trained with are not known. Copy "
-            "the file from the output folder of the run; or, where none is left, build the base from "
+            f"{path} has no config.json next to its adapter, so the frequencies it was trained with are unknown. Copy "
+            "the file from the output folder of the run; or, if it is lost, build the base from "
             "extend_context(config, target_length=…, rope=…) as in training and call PeftModel.from_pretrained"
         )
     where = base_of(path, base)
+    remote = {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **remote)
-    if where.revision and "revision" not in kwargs:
-        kwargs["revision"] = where.revision
+    if where.revision:
+        kwargs.setdefault("revision", where.revision)
     bare = AutoModelForCausalLM.from_pretrained(where.name, config=config, **kwargs)
-    model = PeftModel.from_pretrained(bare, str(path), is_trainable=is_trainable)
+    model = peft.PeftModel.from_pretrained(bare, str(path), is_trainable=is_trainable)
     require_extension(model, path)
     return model
 
 
 def require_extension(model: Any, adapter: str | Path) -> None:
-    """Checks that a live model has the frequencies and the window that an adapter was trained with.
+    """Check that a live model has the frequencies and the window that an adapter was trained with.
 
     Args:
         model: a built model, with or without the adapter on it.
-        adapter: its folder.
+        adapter: its folder, with the extended config.
 
     Raises:
-        RopeMismatchError: with the first frequency that differs; `load_extended` loads it right.
-        PoSEError: the folder has no extended config.
+        RopeMismatchError: naming the first frequency that differs.
     """
     from transformers import AutoConfig
 
     from pose_plugin.rope import verify_rope
 
-    path = Path(adapter)
-    if not (path / "config.json").is_file():
-        raise PoSEError(f"{path} has no config.json, so the frequencies it was trained with are not known")
-    wanted = AutoConfig.from_pretrained(path)
+    wanted = AutoConfig.from_pretrained(adapter)
     try:
         verify_rope(model, wanted)
     except RopeMismatchError as error:
-        record = read_record(path)
-        target = record.get("target_length") or wanted.get_text_config().max_position_embeddings
+        target = read_record(adapter).get("target_length") or wanted.get_text_config().max_position_embeddings
         raise RopeMismatchError(
-            f"the adapter {path} was trained for {target} tokens, and this base model is not built for that: {error}\n"
-            f"Load both with pose_plugin.load_extended({str(path)!r}), or the base with config=AutoConfig."
-            f"from_pretrained({str(path)!r})"
+            f"the adapter {adapter} was trained for {target} tokens, and this base model is not built for them: "
+            f"{error}\nLoad both with pose_plugin.load_extended({str(adapter)!r}), or the base with config=AutoConfig."
+            f"from_pretrained({str(adapter)!r})"
         ) from None
 
 
 def warn_of_plain_base(model: Any, adapter: str | Path) -> None:
-    """Logs what `require_extension` finds; called by the hook in PEFT, see `pose_plugin._autoload`."""
+    """Log what `require_extension` finds; called by the hook in PEFT, see `pose_plugin._autoload`."""
     try:
         require_extension(model, adapter)
     except RopeMismatchError as error:
         show_log()
         log.warning("%s", error)
     except Exception:
-        # Loading a model is PEFT's business, and no reason of ours may stop it.
+        # Never break a load by PEFT: the adapter may be damaged or need code that this look at it does not allow.
         return
 
 
@@ -116,7 +111,196 @@ def _local(folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(folder)))
     except Exception as error:
+        raise _not_found(folder) from error
+
+
+def _not_found(path: str | Path) -> PoSEError:
+    return PoSEError(
+        f"{path} is not a folder, and the Hugging Face hub gives no model of that name; check the spelling"
+    )
+
+
+# -- models to evaluate ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """A model to evaluate, its weights not loaded yet.
+
+    Attributes:
+        name: for tables and pictures.
+        path: folder of the model or adapter, or a name on the Hugging Face hub.
+        base: where the base weights are; the same as `path` for a full model.
+        config: the transformers config that the weights are loaded with.
+        tokenizer: the model's tokenizer.
+        is_adapter: whether `path` holds a PEFT adapter.
+        revision: of a base on the hub, if the adapter names one.
+        condenses: whether it is an Activation Beacon adapter, which reads long texts in pieces.
+        record: pose.json in the folder, {} if missing.
+        notes: for readers of the results.
+    """
+
+    name: str
+    path: str
+    base: str
+    config: Any
+    tokenizer: Any
+    is_adapter: bool = False
+    revision: str | None = None
+    condenses: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def maximum(self) -> int | None:
+        """max_position_embeddings in tokens."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the report keeps about this model."""
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None)
+        found = {"path": self.path, "max_position_embeddings": self.maximum, "rope_parameters": rope}
+        return {**found, "base": self.base} if self.is_adapter else found
+
+
+def describe(path: str, name: str | None = None) -> Source:
+    """Read everything about a model but its weights.
+
+    The base of an adapter is loaded with the config next to the adapter, if there is one: it has the stretched
+    frequencies that the adapter was trained on.
+
+    Args:
+        path: folder of a full model or of a PEFT adapter, or a name on the Hugging Face hub.
+        name: for the tables; default: the folder's name.
+
+    Raises:
+        PoSEError: no such folder or model, no config, no tokenizer, an adapter without its base model.
+    """
+    folder = Path(path)
+    name = name or folder.resolve().name
+    if not is_adapter(folder):
+        return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(folder))
+    require_peft()
+    found = base_of(folder)
+    try:
+        config = _config(found.name, found.revision)
+    except PoSEError as error:
         raise PoSEError(
-            f"{folder} is no folder here, and no model of that name could be had from the Hugging Face hub ({error}); "
-            "check the spelling"
+            f"{path} is an adapter, and its base cannot be loaded: {error}. Put the base there, or correct "
+            f"base_model_name_or_path in {folder / 'adapter_config.json'}"
         ) from None
+    own, condenses, notes = (folder / "config.json").is_file(), is_beacons(folder), []
+    if not own and not condenses:
+        notes.append(
+            "the adapter has no config.json next to it, so its base runs with the base's own RoPE; if it was trained "
+            "on stretched frequencies, save the extended config into its folder"
+        )
+    own_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return Source(
+        name=name,
+        path=path,
+        base=found.name,
+        config=_config(path) if own else config,
+        tokenizer=_tokenizer(path) if own_tokenizer else _tokenizer(found.name, found.revision),
+        is_adapter=True,
+        revision=found.revision,
+        condenses=condenses,
+        record=read_record(folder),
+        notes=notes,
+    )
+
+
+def extended(source: Source, target_length: int, rope: dict[str, Any], name: str | None = None) -> Source:
+    """Return the same weights with stretched frequencies, to measure what the RoPE alone does without training.
+
+    Args:
+        source: a full model.
+        target_length: the window to stretch to, in tokens.
+        rope: settings as in `rope:`, e.g. {"type": "linear"}.
+        name: default: the model's name and the rope's.
+
+    Raises:
+        PoSEError: an adapter, or a stretch that `extend_context` refuses.
+    """
+    from pose_plugin.rope import extend_context
+
+    if source.is_adapter:
+        raise PoSEError(f"--extend stretches the first model, and {source.path} is an adapter; put its base first")
+    config = extend_context(source.config, target_length, rope)
+    name = name or f"{source.name} + {rope.get('type', 'yarn')} (RoPE only)"
+    record = {"target_length": target_length}
+    return Source(name, source.path, source.base, config, source.tokenizer, record=record)
+
+
+def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
+    """Load a model in evaluation mode, on `device` (default: the accelerator if there is one).
+
+    Raises:
+        PoSEError: weights that do not load, PEFT missing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
+    where = place(device)
+    peft = require_peft() if source.is_adapter else None
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.base, revision=source.revision or "main", config=source.config, dtype=kind
+        )
+        if peft is not None:
+            model = peft.PeftModel.from_pretrained(model, source.path)
+        model.to(where)
+        return model.eval()
+    except PoSEError:
+        raise
+    except Exception as error:
+        # Any type: a truncated file raises the safetensors library's own SafetensorError.
+        reason = str(error).strip() or type(error).__name__
+        raise PoSEError(f"{source.path} could not be loaded on {where}: {reason}; save or copy it again") from error
+
+
+def place(device: str | None) -> Any:
+    """Return the torch device of a name, by default the accelerator if there is one.
+
+    Raises:
+        PoSEError: torch does not know the device, or this machine does not have it.
+    """
+    import torch
+
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=found)
+        return found
+    except (RuntimeError, AssertionError) as error:
+        raise PoSEError(f"device={device!r} cannot be used here ({_first(error)}); name another, e.g. cpu") from error
+
+
+def _config(path: str, revision: str | None = None) -> Any:
+    from transformers import AutoConfig
+
+    if Path(path).is_dir():
+        require_model(path)
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision or "main")
+    except (OSError, ValueError, KeyError) as error:
+        if Path(path).is_dir():
+            raise PoSEError(f"{path}/config.json could not be read: {error}") from error
+        raise _not_found(path) from error
+
+
+def _tokenizer(path: str, revision: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision or "main")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PoSEError(f"{path} has no tokenizer that loads; save it next to the model ({_first(error)})") from error
+
+
+def _first(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")

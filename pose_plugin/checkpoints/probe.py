@@ -1,7 +1,7 @@
-"""A few logits of the trained model, saved beside it: what a reload is held against.
+"""A few logits of the trained model, saved next to it, with which a reload is compared.
 
-32 tokens at positions that begin at 0, pass the old window and end at the target's last position; of each the logits of
-64 tokens of the vocabulary. Some 20 kB, and one short forward a save.
+32 tokens at positions that begin at 0, pass the old window and end at the target's last position; for each the logits
+of 64 tokens of the vocabulary. About 20 kB, and one short forward per save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from pose_plugin.checkpoints.reload_worker import measure, weight_type
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import write_whole
+from pose_plugin.utils.files import read_json, write_whole
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64
@@ -24,10 +24,10 @@ _KEYS = ("ids", "positions", "vocabulary", "logits", "frequencies", "dtype", "co
 
 
 def probe_inputs(vocabulary: int, original_length: int, target_length: int) -> dict[str, list[int]]:
-    """The same for the same three numbers.
+    """Return the inputs of a probe; they depend on these three numbers only.
 
     Args:
-        vocabulary: size of the vocabulary.
+        vocabulary: its size.
         original_length, target_length: the old and the new window, in tokens.
 
     Returns:
@@ -38,7 +38,7 @@ def probe_inputs(vocabulary: int, original_length: int, target_length: int) -> d
     old = min(original_length, target_length)
     pieces = [range(near), range(old, old + _TOKENS - near - last), range(target_length - last, target_length)]
     positions = sorted({position for piece in pieces for position in piece if 0 <= position < target_length})
-    # Low and special ids are left out where there are enough others.
+    # Low ids, which are often special, are left out if there are enough others.
     ids = np.random.default_rng(0).integers(min(32, vocabulary // 2), vocabulary, len(positions))
     kept = np.unique(np.linspace(0, vocabulary - 1, _KEPT).astype(int))
     return {"ids": ids.tolist(), "positions": positions, "vocabulary": kept.tolist()}
@@ -52,14 +52,16 @@ def take_probe(
     forward: Callable[..., Any] | None = None,
     device: Any = None,
 ) -> dict[str, Any]:
-    """Asks the trained model.
+    """Ask the trained model.
 
     Args:
-        model: the live model, unwrapped (a PEFT model counts as such).
+        model: the live model, a PEFT model included.
         target_length: L_t, tokens.
-        compute: the type it computes in, where autocast lets that differ from its weights', e.g. "bfloat16".
-        forward: what is called in its place; under FSDP and ZeRO-3 the wrapped model, on every rank.
+        compute: the type it computes in, if autocast makes that differ from its weights', e.g. "bfloat16".
+        forward: called instead of the model; under FSDP and ZeRO-3 the wrapped model, on every rank.
         device: of the input; default: that of the embeddings.
+
+    Returns: what `read_probe` returns.
     """
     text = text_config(model.config)
     original = (lookup(text, RECORD_KEY) or {}).get("original_length") or text.max_position_embeddings
@@ -72,30 +74,32 @@ def take_probe(
 
 
 def read_probe(folder: str | Path) -> dict[str, Any] | None:
-    """What was asked and answered, or None where a folder holds no probe.
+    """Return the inputs, answers and types of a folder's probe; None without a probe.
 
     Raises:
-        PoSEError: the file is not JSON, or lacks what is compared.
+        PoSEError: the file is not JSON, or lacks something that is compared.
     """
     file = Path(folder) / PROBE
     if not file.is_file():
         return None
-    try:
-        probe = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PoSEError(f"{file} is not valid JSON ({error}); save the model again") from None
+    probe = read_json(file)
     lacking = [key for key in _KEYS if key not in probe]
     if lacking or not probe["logits"]:
-        raise PoSEError(f"{file} lacks {', '.join(lacking) or 'logits'}, so nothing can be compared; save again")
+        raise PoSEError(f"{file} lacks {', '.join(lacking) or 'logits'}, which are compared; save the model again")
     return probe
 
 
-def write_probe(folder: str | Path, probe: Mapping[str, Any]) -> None:
-    write_whole(Path(folder) / PROBE, json.dumps(probe) + "\n")
+def write_probe(folder: str | Path, probe: Mapping[str, Any] | None) -> None:
+    """Write a probe into a folder, or remove that of an earlier model, with which this one must not be compared."""
+    file = Path(folder) / PROBE
+    if probe is None:
+        file.unlink(missing_ok=True)
+    else:
+        write_whole(file, json.dumps(probe) + "\n")
 
 
 def quantization(config: Any) -> dict[str, Any] | None:
-    """How the weights were loaded, as JSON; None where they are not quantised."""
+    """Return how the weights were quantised when loaded, as JSON values, or None."""
     found = lookup(config, "quantization_config")
     if found is None:
         return None

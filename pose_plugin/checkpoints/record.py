@@ -1,4 +1,4 @@
-"""What a run records beside its settings: the model before and after, the base, the run, versions and hardware."""
+"""Facts that a run records with its settings: the model before and after, base, training, versions, hardware."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from pose_plugin.checkpoints.probe import quantization
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 
-# Named where they are loaded, as they had a hand in the run.
+# Their versions are recorded if they are loaded, as they took part in the run.
 _PACKAGES = ("torch", "transformers", "peft", "trl", "axolotl", "accelerate", "deepspeed", "bitsandbytes")
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """`model`: what the rope was and is; `base`: which weights it began with; `method`: full, lora, qlora, …
+    """Return `model` (rope before and after), `base` (the first weights) and `method` (full, lora, qlora, …).
 
     Args:
         model: the live model, a PEFT model included.
@@ -52,11 +52,11 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = None) -> dict[str, Any]:
-    """`trained`, `versions`, `hardware` and, where they are known by name, `data`.
+    """Return `trained`, `versions`, `hardware` and, if the names are known, `data`.
 
     Args:
         trainer: a transformers Trainer.
-        drawn: what the collator of this process drew, see `PositionCollator.trained`.
+        drawn: counts of the collator of this process, see `PositionCollator.trained`.
         data: names of the data sets.
     """
     args, state = trainer.args, trainer.state
@@ -66,7 +66,7 @@ def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = N
         "rows_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "learning_rate": args.learning_rate,
         "processes": args.world_size,
-        # Positions are drawn in each process for its own share; these are the first one's.
+        # Each process draws positions for its own share of the rows; these counts are of the first process.
         "first_process": dict(drawn),
     }
     facts: dict[str, Any] = {
@@ -80,6 +80,7 @@ def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = N
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, this package and the packages in use."""
     from pose_plugin._version import __version__
 
     found = {"pose_plugin": __version__, "python": platform.python_version()}
@@ -93,6 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(processes: int) -> str:
+    """Return e.g. "8 × NVIDIA H100"."""
     import torch
 
     if torch.cuda.is_available():

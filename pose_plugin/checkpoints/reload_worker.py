@@ -1,7 +1,7 @@
-"""What a user without this package gets from a saved folder, in numbers.
+"""Measure what a user without this package gets from a saved folder.
 
-`measure` is also how the trained model was asked, so this file imports nothing of the package. Run as a script it
-loads the folder the plain way, in a process in which the package cannot be imported:
+As a script it loads the folder with plain transformers, in a process that cannot import this package. So this file
+imports nothing of it. `measure` also asks the trained model.
 
     python reload_worker.py request.json answer.json
 """
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Wrappers put these into the names of modules.
+# Wrappers add these to the names of modules.
 _WRAPPERS = ("base_model.model.", "_orig_mod.", "_fsdp_wrapped_module.", "module.")
 
 
 @contextmanager
 def still(model: Any) -> Iterator[None]:
-    """Without dropout. Flags are set one by one, as 4-bit layers on a CPU repack their weights for good in eval."""
+    """Turn dropout off by setting flags: `eval()` would make 4-bit layers on a CPU repack their weights for good."""
     states = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in states:
@@ -35,18 +35,18 @@ def still(model: Any) -> Iterator[None]:
 def measure(
     model: Any, probe: dict[str, Any], forward: Callable[..., Any] | None = None, device: Any = None
 ) -> dict[str, Any]:
-    """Logits at far positions and the frequencies that made them.
+    """Compute logits at far positions, and read the frequencies that made them.
 
     Args:
         model: a causal language model, wrapped or not; its modes are left as they are.
         probe: `ids` and `positions`, n each, and `vocabulary`, the v token ids whose logits are kept.
-        forward: what is called in place of the model, e.g. the model as a distributed framework has wrapped it.
+        forward: called instead of the model, e.g. the model as a distributed framework has wrapped it.
         device: of the input; default: that of the embeddings.
 
     Returns:
-        `logits` [n, v], `logsumexp` [n] over the whole vocabulary, and `frequencies`: by the name of each rotary
-        buffer its values and the scale of cos and sin. The buffers are read after the forward, as some change with
-        the positions of a batch.
+        `logits` [n, v], `logsumexp` [n] over the whole vocabulary, and `frequencies`: for each rotary buffer's
+        name its values and the scale of cos and sin. Buffers are read after the forward, as some change with the
+        positions of a batch.
     """
     import torch
 
@@ -54,7 +54,7 @@ def measure(
     ids = torch.tensor([probe["ids"]], device=device)
     positions = torch.tensor([probe["positions"]], device=device)
     with still(model), torch.no_grad():
-        # With a mask: without one transformers takes a jump in the positions for the start of another document.
+        # With a mask: without one, transformers takes a jump in the positions as the start of another document.
         out = (forward or model)(
             input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False
         )
@@ -73,7 +73,7 @@ def measure(
 
 
 def rotary_buffers(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """(module's name, module, buffer's name, buffer) of every buffer of inverse frequencies in use."""
+    """Yield (module's name, module, buffer's name, buffer) for every buffer of inverse frequencies in use."""
     for name, module in model.named_modules():
         for key, tensor in module.named_buffers(recurse=False):
             if key.endswith("inv_freq") and not key.endswith("original_inv_freq"):
@@ -81,11 +81,11 @@ def rotary_buffers(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def weight_type(model: Any) -> str:
-    """The type of most weights, an adapter's own aside, e.g. "bfloat16"."""
+    """Return the type of most weights, an adapter's aside, e.g. "bfloat16"."""
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
-            # Under ZeRO-3 a parameter's own size is 0 and the whole one's is ds_numel.
+            # Under ZeRO-3 a parameter is empty, and ds_numel is its full size.
             size = getattr(parameter, "ds_numel", parameter.numel())
             sizes[str(parameter.dtype)] = sizes.get(str(parameter.dtype), 0) + size
     return max(sizes, key=lambda key: sizes[key]).replace("torch.", "") if sizes else "float32"
@@ -98,12 +98,12 @@ def _name(module: str, key: str) -> str:
 
 
 def _short(value: float) -> float:
-    """float32 has no more digits than these."""
+    # float32 has no more digits than these.
     return float(f"{value:.8g}") if math.isfinite(value) else value
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Loads what the request names and measures it; `error` says why it does not load."""
+    """Load and measure what the request names; `error` is the reason if it does not load."""
     found: dict[str, Any] = {}
     try:
         _load_and_measure(request, found)
@@ -150,7 +150,7 @@ def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 def _with_plain_frequencies(model: Any, probe: dict[str, Any], theta: float) -> list[list[float]] | None:
-    """The logits as they would be if the extension were lost. The model is of no use afterwards."""
+    """Return the logits as if the extension were lost. The model cannot be used afterwards."""
     import torch
 
     found = False
@@ -162,14 +162,14 @@ def _with_plain_frequencies(model: Any, probe: dict[str, Any], theta: float) -> 
         tensor.copy_(torch.pow(float(theta), -exponents).reshape(tensor.shape))
         setattr(module, key.replace("inv_freq", "attention_scaling"), 1.0)
         if isinstance(getattr(module, "rope_type", None), str):
-            # Otherwise longrope puts its own list back at the next forward.
+            # Otherwise longrope restores its own list at the next forward.
             module.rope_type = "default"
         found = True
     return measure(model, probe)["logits"] if found else None
 
 
 class _Blocked:
-    """Makes the package unimportable."""
+    """Block imports of the package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.split(".")[0] == "pose_plugin":
@@ -177,7 +177,7 @@ class _Blocked:
 
 
 def main() -> None:
-    # The folder of this script is in front of the path and holds modules of common names.
+    # The folder of this script is first on the path, and has modules with common names.
     sys.path.pop(0)
     sys.meta_path.insert(0, _Blocked())
     with open(sys.argv[1], encoding="utf-8") as file:

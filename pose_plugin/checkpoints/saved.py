@@ -1,4 +1,4 @@
-"""What a saved folder says about its rope, as the files tell it: nothing is loaded."""
+"""Read a saved folder's rope from its files, without loading anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import ADAPTER, Base, base_of, is_adapter
+from pose_plugin.checkpoints.adapter import ADAPTER, Base, base_of, is_adapter, require_model
 from pose_plugin.checkpoints.folder import read_record, text_part
 from pose_plugin.rope.kinds import normalise, yarn_attention_factor
 from pose_plugin.rope.read import FULL
@@ -24,11 +24,11 @@ class Saved:
         text: the part that holds the rope.
         rope: the flat rope dict of the layers that see far.
         maximum: max_position_embeddings, tokens.
-        tokenizer_maximum: the tokenizer's model_max_length; None where the folder has no tokenizer.
+        tokenizer_maximum: the tokenizer's model_max_length; None without a tokenizer.
         base: of an adapter, else None.
         adapter: adapter_config.json, {} for a full model.
-        record: pose.json, {} where there is none.
-        older: whether the folder at `path` is a copy in the form of transformers 4, of which the rest tells as well.
+        record: pose.json, {} if missing.
+        older: whether `path` is a copy in the form of transformers 4; the other fields describe its original.
     """
 
     path: Path
@@ -56,11 +56,11 @@ class Saved:
 
     @property
     def composite(self) -> bool:
-        """Whether the rope sits in a text_config, where an engine's overrides of the config do not reach."""
+        """Return whether the rope is in a text_config, which an engine's overrides of the config do not reach."""
         return self.text is not self.config
 
     def rope_with(self, **changes: Any) -> dict[str, Any]:
-        """All rope parameters, nested by layer type or not, with changes to the layers that see far."""
+        """Return all rope parameters, nested by layer type or not, with changes to the layers that see far."""
         parameters: dict[str, Any] = self.text["rope_parameters"]
         if FULL in parameters:
             return {**parameters, FULL: {**parameters[FULL], **changes}}
@@ -68,34 +68,34 @@ class Saved:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What a plain base's config lacks, for engines that take it as JSON."""
+        """Return what a plain base's config lacks, for engines that take it as JSON."""
         return {"rope_parameters": self.text["rope_parameters"], "max_position_embeddings": self.maximum}
 
     @property
     def extra_attention(self) -> float:
-        """The scale of cos and sin as a multiple of YaRN's own 0.1·ln s + 1; 1 for other kinds."""
+        """Return the scale of cos and sin as a multiple of YaRN's own 0.1·ln s + 1; 1 for other kinds."""
         if self.kind != "yarn" or not self.rope.get("attention_factor"):
             return 1.0
         return float(self.rope["attention_factor"]) / yarn_attention_factor(self.factor)
 
 
 def read_saved(folder: str | Path, tokenizer_maximum: int | None = None) -> Saved:
-    """
+    """Read a folder's files; no weights are loaded.
+
     Args:
         folder: of the model or adapter.
-        tokenizer_maximum: where it is known; the tokenizer's file is not read then, as another process may be writing
-            it.
+        tokenizer_maximum: if known; the tokenizer's file, which another process may be writing, is then not read.
 
     Raises:
-        PoSEError: no such folder, no config.json, a config without rope_parameters.
+        PoSEError: no such folder, no config.json, or a config without rope_parameters.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise PoSEError(f"{path} is no folder; name the output folder of a training run")
+    path = require_model(folder)
     adapter = is_adapter(path)
     if not (path / "config.json").is_file():
-        what = "no config.json beside the adapter" if adapter else "no config.json"
-        raise PoSEError(f"{path} has {what}, so its rope is not known; name a folder that a run of this package saved")
+        raise PoSEError(
+            f"{path} has no config.json next to its adapter, so its rope is unknown; name a folder that a run of this "
+            "package saved"
+        )
     config = read_json(path / "config.json")
     text = text_part(config)
     parameters = (text or {}).get("rope_parameters")
@@ -106,9 +106,7 @@ def read_saved(folder: str | Path, tokenizer_maximum: int | None = None) -> Save
         )
     rope = normalise(parameters.get(FULL, parameters))
     if "rope_theta" not in rope or not isinstance(text.get("max_position_embeddings"), int):
-        raise PoSEError(
-            f"{path}/config.json lacks rope_theta or max_position_embeddings; `pose-plugin check` says more"
-        )
+        raise PoSEError(f"{path}/config.json lacks rope_theta or max_position_embeddings; see `pose-plugin check`")
     tokenizer = path / "tokenizer_config.json"
     longest = tokenizer_maximum
     if longest is None and tokenizer.is_file():

@@ -1,4 +1,4 @@
-"""The command lines of `pose-plugin check` and `pose-plugin export`."""
+"""The commands `pose-plugin check`, `pose-plugin export` and `pose-plugin card`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """`pose-plugin check FOLDER`: exit code 0 where all agrees, 1 where something differs."""
+    """Add the options of `pose-plugin check`: exit code 0 if all agrees, 1 if something differs."""
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="output folder of a run: a model, an adapter, a checkpoint or a merged model")
     add("--base", metavar="PATH", help="where an adapter's base is, if not where adapter_config.json says")
     add("--like", metavar="FOLDER", help="take record and probe from this folder, e.g. the adapter of a merged model")
     add("--device", default="cpu", help="cpu (default), cuda, …")
     add("--dtype", help="load in this type instead of the trained one, e.g. bfloat16")
-    add("--trust-remote-code", action="store_true", help="let the folder's own modelling code run")
-    add("--python", metavar="PATH", help="reload with the interpreter of another environment, e.g. transformers 4")
+    add("--trust-remote-code", action="store_true", help="allow the folder's own modelling code to run")
+    add("--python", metavar="PATH", help="reload with the interpreter of another environment, e.g. with transformers 4")
     add(
-        "--repair", action="store_true", help="with --like: first give the merged model its adapter's config and record"
+        "--repair",
+        action="store_true",
+        help="with --like: first copy the adapter's rope and record into a merged model",
     )
     add("--json", action="store_true", help="print the findings as JSON")
     return _check
@@ -37,7 +39,7 @@ def _check(args: argparse.Namespace) -> int:
         from pose_plugin.export.card import write_card
 
         if args.like is None:
-            raise PoSEError("--repair takes config, limit and record from a folder; name it with --like")
+            raise PoSEError("--repair copies config, limit and record from another folder; name it with --like FOLDER")
         complete_merged(args.folder, args.like)
         write_card(args.folder)
     report = check_folder(
@@ -58,7 +60,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """`pose-plugin export FOLDER --engine ENGINE`"""
+    """Add the options of `pose-plugin export`, which prints how to serve a folder."""
     from pose_plugin.export import ENGINES
 
     add = parser.add_argument
@@ -66,8 +68,8 @@ def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace]
     add("--engine", required=True, choices=list(ENGINES), help="what will serve it")
     add("--output", metavar="PATH", help="where to write: the folder of --form 4, the file of --convert")
     add("--form", choices=["4"], help="write a copy for readers of transformers 4 (weights are linked) to --output")
-    add("--convert", action="store_true", help="llama.cpp, ollama: run llama.cpp's own converter now")
-    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, where convert_hf_to_gguf.py is not on the PATH")
+    add("--convert", action="store_true", help="llama.cpp, ollama: run llama.cpp's converter now")
+    add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, if convert_hf_to_gguf.py is not on the PATH")
     add("--outtype", help="for the converter: f32, f16, bf16, q8_0, …")
     return _export
 
@@ -85,7 +87,7 @@ def _export(args: argparse.Namespace) -> int:
 
         folder = write_older_form(saved, args.output)
         print(f"# written for readers of transformers 4: {folder}")
-        # The lines shall name the folder that they are for.
+        # The printed lines must name the new folder.
         saved = replace(saved, path=folder, older=True)
     elif args.engine in OLDER_READERS:
         require_older_form(saved, args.engine)
@@ -98,20 +100,20 @@ def _export(args: argparse.Namespace) -> int:
     for name, content in made.files.items():
         file = saved.path / name
         if file.exists() and file.read_text(encoding="utf-8", errors="replace") != content:
-            print(f"# {file} exists and is left as it is; ours would be:")
+            print(f"# {file} exists and was not changed; this would be written:")
             print("\n".join(f"#   {line}" for line in content.splitlines()))
             continue
-        (saved.path / name).write_text(content, encoding="utf-8")
-        print(f"# written: {saved.path / name}")
+        file.write_text(content, encoding="utf-8")
+        print(f"# written: {file}")
     print(made)
     return 0
 
 
 def _require_used(args: argparse.Namespace) -> None:
-    """Checks, before anything is written, that every option does something.
+    """Check, before anything is written, that every option has an effect.
 
     Raises:
-        PoSEError: naming the one that would not.
+        PoSEError: naming the one that has none.
     """
     if args.convert and args.engine not in ("llama.cpp", "ollama"):
         raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
@@ -119,34 +121,28 @@ def _require_used(args: argparse.Namespace) -> None:
         raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
     if args.output is not None and not args.form and not args.convert:
         raise PoSEError(
-            f"--output {args.output} has no effect here: --engine {args.engine} reads {args.folder} where it is. It "
-            "names the folder of --form 4 or the file of --convert"
+            f"--output {args.output} has no effect without --form 4 or --convert: it names their folder or file"
         )
     for name in ("outtype", "llama_cpp"):
         value = getattr(args, name)
         if value is not None and not args.convert:
             raise PoSEError(
-                f"--{name.replace('_', '-')} {value} has no effect without --convert, which runs llama.cpp's converter "
-                "(--engine llama.cpp or ollama)"
+                f"--{name.replace('_', '-')} {value} has no effect without --convert (--engine llama.cpp or ollama)"
             )
 
 
 def _require_window(folder: str) -> None:
-    """Checks that a folder is about an extended window.
-
-    Raises:
-        PoSEError: it holds beacons.
-    """
+    """Raise PoSEError for an Activation Beacon adapter, which no engine runs."""
     if is_beacons(folder):
         raise PoSEError(
-            f"{folder} is an Activation Beacon adapter: it leaves the window and the rope as they are, so there is "
-            "nothing to check or to tell an engine, and no engine runs it. It is read with PEFT and BeaconCache "
-            "(docs/beacon.md); pose-plugin evaluate measures it"
+            f"{folder} is an Activation Beacon adapter: it leaves window and rope unchanged, so there is nothing to "
+            "check or export, and no engine runs it. Load it with PEFT and BeaconCache (docs/beacon.md); pose-plugin "
+            "evaluate measures it"
         )
 
 
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """`pose-plugin card FOLDER`"""
+    """Add the options of `pose-plugin card`, which writes the model card."""
     parser.add_argument("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
     parser.add_argument("--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: one in FOLDER")
     return _card
@@ -158,6 +154,6 @@ def _card(args: argparse.Namespace) -> int:
     _require_window(args.folder)
     written = write_card(args.folder, args.evaluation)
     if written is None:
-        raise PoSEError(f"{args.folder} holds no pose.json and config.json; name a folder that a run has saved")
+        raise PoSEError(f"{args.folder} lacks pose.json or config.json; name a folder that a run has saved")
     print(f"written: {written}")
     return 0

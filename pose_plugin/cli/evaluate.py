@@ -13,7 +13,7 @@ from pose_plugin.evaluation.text_file import read_text
 from pose_plugin.utils.errors import PoSEError
 
 if TYPE_CHECKING:
-    from pose_plugin.checkpoints.source import Source
+    from pose_plugin.checkpoints.load import Source
     from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.tasks import Plan
 
@@ -184,14 +184,14 @@ def _evaluator(args: argparse.Namespace, sources: list[Source]) -> Source:
     """The model that says which tokens are key, one of the models or another."""
     if args.evaluator is None:
         return sources[-1]
-    from pose_plugin.checkpoints.source import describe
+    from pose_plugin.checkpoints.load import describe
 
     same = [source for source in sources if args.evaluator in (source.path, source.name)]
     return same[0] if same else describe(args.evaluator)
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    from pose_plugin.checkpoints.source import describe, extended
+    from pose_plugin.checkpoints.load import describe, extended
 
     names = _labels(args.label, args.models)
     sources = [describe(path, names.get(path)) for path in args.models]

@@ -199,7 +199,7 @@ class LongPPLTask:
         """
         if self.keys:
             return
-        from pose_plugin.checkpoints.source import describe, load
+        from pose_plugin.checkpoints.load import describe, load
 
         source = describe(self.evaluator)
         require_same_tokens(source.tokenizer, tokenizer, self.texts, source.name, "the trained model")

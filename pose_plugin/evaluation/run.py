@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pose_plugin._version import __version__
-from pose_plugin.checkpoints.source import Source, load, place
+from pose_plugin.checkpoints.load import Source, load, place
 from pose_plugin.evaluation.cost import duration, estimates
 from pose_plugin.evaluation.finished import Finished, weights_of
 from pose_plugin.evaluation.measures.longppl import KeyTokens, require_same_tokens

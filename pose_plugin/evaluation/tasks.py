@@ -21,7 +21,7 @@ from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.journal import digest
 
 if TYPE_CHECKING:
-    from pose_plugin.checkpoints.source import Source
+    from pose_plugin.checkpoints.load import Source
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""How each engine is told about the extension. One file an engine; adding one is a file and a line here.
+"""How to serve a saved folder: one file per engine, with `export(saved) -> Export`.
 
-Each has `export(saved) -> Export`. What an engine derives by itself was read in its source, which its file
-names.
+To add an engine, write its file and add its name to `ENGINES`. What an engine derives by itself was read in its source,
+which its file names.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ ENGINES = {
     "tgi": "tgi",
 }
 
-# Those that read, or may read, the keys of transformers 4 only.
+# These read, or may read, the keys of transformers 4 only.
 OLDER_READERS = ("llama.cpp", "ollama", "tgi")
 
 
 def exporter(engine: str) -> Callable[[Saved], Export]:
-    """The engine's `export`."""
-    return import_module(f"{__name__}.{ENGINES[engine]}").export
+    """Return the `export` function of an engine."""
+    export: Callable[[Saved], Export] = import_module(f"{__name__}.{ENGINES[engine]}").export
+    return export

@@ -1,7 +1,7 @@
-"""The model card: our part of README.md, between two marks; what other frameworks have written there stays.
+"""The model card: a section of README.md between two marks.
 
-Axolotl, TRL, transformers and PEFT write cards of their own at the end of training, at checkpoints and at uploads. So
-ours is put in after each of them, in front of their text, and replaces only itself.
+Axolotl, TRL, transformers and PEFT also write README.md: at the end of training, at checkpoints and at uploads. So the
+section is inserted after each of them, in front of their text, and replaces only itself.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _CITATION = """\
 def write_card(
     folder: str | Path, evaluation: str | Path | None = None, tokenizer_maximum: int | None = None
 ) -> Path | None:
-    """Writes or renews our part of a folder's README.md.
+    """Write or renew the section in a folder's README.md.
 
     Args:
         folder: saved by a run of this package; without a record nothing is written.
-        evaluation: output folder of `pose-plugin evaluate`; copied into the folder where it lies elsewhere. Default:
-            the newest one inside the folder.
+        evaluation: output folder of `pose-plugin evaluate`; copied into the folder if it is elsewhere. Default: the
+            newest one inside the folder.
         tokenizer_maximum: see `read_saved`.
 
     Returns: the file, or None.
 
     Raises:
-        PoSEError: an evaluation without report.md; a README.md that cannot be read, which is left as it is.
+        PoSEError: an evaluation without report.md; a README.md that cannot be read, which stays unchanged.
     """
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
@@ -61,13 +61,13 @@ def write_card(
     found = _bring(path, Path(evaluation)) if evaluation is not None else _newest_evaluation(path)
     file = path / "README.md"
     try:
-        # A mark of byte order would hide the metadata.
+        # utf-8-sig: a byte order mark would hide the metadata.
         old = file.read_text(encoding="utf-8-sig") if file.exists() else ""
         card = ModelCard(old if old.startswith("---") else f"---\n{{}}\n---\n{old}", ignore_metadata_errors=True)
     except (OSError, ValueError, YAMLError) as error:
         raise PoSEError(
-            f"{file} was left as it is, as its text (UTF-8) or its metadata (YAML between two ---) cannot be read: "
-            f"{error}. Mend it, or move it away"
+            f"{file} was not changed, as its text (UTF-8) or its metadata (YAML between two ---) cannot be read: "
+            f"{error}. Correct it, or move it away"
         ) from None
     data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
     body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", card.text, flags=re.S).strip()
@@ -77,13 +77,13 @@ def write_card(
 
 
 def _metadata(saved: Saved, old: Mapping[str, Any]) -> dict[str, Any]:
-    """What others have said, mended where the hub would refuse it, and what we know."""
+    """Return the metadata: what others wrote, without what the hub would reject, and what this package knows."""
     values = {key: value for key, value in old.items() if value not in (None, [], "")}
     values.setdefault("library_name", "transformers" if saved.base is None else "peft")
     values.setdefault("pipeline_tag", "text-generation")
     base = values.get("base_model") or (saved.record.get("base") or {}).get("name")
     names = [name for name in ([base] if isinstance(base, str) else base or []) if _on_the_hub(name)]
-    # The hub takes names of repositories only, and a card that names a local folder cannot be uploaded.
+    # The hub rejects cards whose base is not a repository's name, e.g. a local folder.
     values.pop("base_model", None)
     if names:
         values["base_model"] = names[0] if len(names) == 1 else names
@@ -96,14 +96,14 @@ def _metadata(saved: Saved, old: Mapping[str, Any]) -> dict[str, Any]:
     ours = ["long-context", "context-window-extension", "pose", *([str(rope)] if rope not in (None, "none") else [])]
     tags = old.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
-    # PEFT's tag of a base in a local folder.
+    # PEFT also writes a tag for a base in a local folder.
     kept = [tag for tag in tags if not tag.startswith("base_model:") or _on_the_hub(tag.rsplit(":", 1)[-1])]
     values["tags"] = list(dict.fromkeys([*kept, *ours]))
     return values
 
 
 def _on_the_hub(name: Any) -> bool:
-    """Whether it can be a repository's name: not a path, not a file."""
+    """Return whether a name can be a repository's: not a path, not a file."""
     text = str(name)
     return bool(_REPOSITORY.fullmatch(text)) and not Path(text).exists() and not text.endswith((".jsonl", ".json"))
 
@@ -207,7 +207,7 @@ def _evaluation(saved: Saved, evaluation: Path | None) -> str:
 
 
 def _serving(saved: Saved) -> str:
-    # The name instead of the path: whoever reads this has the folder elsewhere.
+    # The name instead of the path: readers of the card have the folder elsewhere.
     named = replace(saved, path=Path(saved.path.resolve().name))
     parts = []
     for engine, language in (("transformers", "python"), ("vllm", "bash"), ("llama.cpp", "bash")):
@@ -224,13 +224,13 @@ def _limits(saved: Saved) -> str:
     record = saved.record
     lines = [
         f"Extended to {record['target_length']} tokens; positions beyond them are untrained.",
-        "The longest distances are the rarest in training; judge by retrieval at the length that you need.",
+        "The longest distances are the rarest in training; measure retrieval at the length that you need.",
     ]
     window = saved.text.get("sliding_window")
     if window and saved.text.get("use_sliding_window") is not False:
-        lines.append(f"Layers with a sliding window see {window} tokens, whatever the context window.")
+        lines.append(f"Layers with a sliding window see {window} tokens, with any context window.")
     if record.get("method") == "qlora":
-        lines.append("Trained on a 4-bit base: on a full-precision base the answers differ by the quantisation.")
+        lines.append("Trained on a 4-bit base: on a full-precision base, answers differ by the quantisation.")
     return "\n".join(f"- {line}" for line in lines)
 
 

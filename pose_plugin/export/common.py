@@ -1,12 +1,14 @@
-"""What engines have in common."""
+"""What the engines have in common."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pose_plugin.checkpoints.adapter import Base
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
@@ -14,11 +16,11 @@ from pose_plugin.utils.errors import PoSEError
 
 @dataclass
 class Export:
-    """What to type, what to know, what to write.
+    """What to run, what to know, what to write.
 
     Attributes:
         lines: commands or code, in order.
-        notes: sentences.
+        notes: sentences, printed as comments.
         files: contents by file name, for the output folder.
     """
 
@@ -30,8 +32,33 @@ class Export:
         return "\n".join([*self.lines, *(f"# {note}" for note in self.notes)])
 
 
+def serve(
+    saved: Saved,
+    full: Callable[[str], str],
+    lora: Callable[[Base], str],
+    notes: list[str],
+) -> Export:
+    """Return the lines of an engine that runs full models and adapters.
+
+    Args:
+        saved: a model or an adapter.
+        full: gives the line for the folder of a full model, one shell word.
+        lora: gives the line for the adapter on this base.
+        notes: of the engine, about either.
+    """
+    if saved.base is None:
+        return Export([full(quoted(saved))], notes)
+    why = needs_merging(saved)
+    if why is None:
+        return Export(
+            [lora(saved.base)], [*notes, "the base's config lacks the extension, so it is passed on the command line"]
+        )
+    merged = merged_path(saved)
+    return Export([*merge_lines(saved, merged), full(shlex.quote(merged))], [*notes, f"{why}, so it is merged"])
+
+
 def merge_lines(saved: Saved, output: str) -> list[str]:
-    """From an adapter to a full model, for engines that want one."""
+    """Return the lines that merge an adapter into a full model, for engines that need one."""
     code = (
         f"from pose_plugin import load_extended; load_extended({str(saved.path)!r}).merge_and_unload()"
         f".save_pretrained({output!r})"
@@ -42,44 +69,56 @@ def merge_lines(saved: Saved, output: str) -> list[str]:
     ]
 
 
+def needs_merging(saved: Saved) -> str | None:
+    """Return why an engine cannot load this adapter on its base, or None."""
+    if saved.adapter.get("modules_to_save"):
+        return f"the adapter has modules_to_save={saved.adapter['modules_to_save']}, which engines do not load"
+    if saved.composite:
+        return "the base's rope is in its text_config, which an override on the command line does not reach"
+    return None
+
+
 def require_older_form(saved: Saved, engine: str) -> None:
-    """Checks that a full model's config.json holds the keys that this engine's readers look at.
+    """Check that a full model's config.json has the keys that this engine reads.
 
     Raises:
-        PoSEError: it does not, as in a checkpoint, whose config must have the newer form alone to be resumed.
+        PoSEError: it has not, as in a checkpoint, from which transformers 5 could otherwise not resume.
     """
     wanted = legacy_copies(saved.rope, saved.model_type).get("rope_scaling")
     if saved.base is None and wanted is not None and saved.text.get("rope_scaling") is None:
         raise PoSEError(
-            f"{saved.path}/config.json has no rope_scaling, the form of the rope that some readers of {engine} need: "
-            "they would serve the base's frequencies. Checkpoints are saved so, to be resumed. Export the run's final "
-            "folder, or a copy of this one: add --form 4 --output FOLDER"
+            f"{saved.path}/config.json has no rope_scaling, which some readers of {engine} need: they would use the "
+            "base's frequencies. Checkpoints leave it out, so that training can resume. Export the run's final folder, "
+            "or a copy of this one: add --form 4 --output FOLDER"
         )
 
 
+def longrope_scale(saved: Saved) -> dict[str, Any]:
+    """Return the rope override that gives vLLM and SGLang longrope's scale of cos and sin; {} if not needed.
+
+    Both compute it by a formula of their own unless `long_mscale` gives it.
+    """
+    scale = saved.rope.get("attention_factor")
+    if saved.kind != "longrope" or not scale or saved.rope.get("long_mscale"):
+        return {}
+    return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}
+
+
 def quoted(saved: Saved) -> str:
-    """The folder as one shell word."""
+    """Return the folder as one shell word."""
     return shlex.quote(str(saved.path))
 
 
-def needs_merging(saved: Saved) -> str | None:
-    """Why an engine cannot put this adapter on its base, or None."""
-    if saved.adapter.get("modules_to_save"):
-        return f"the adapter has modules_to_save={saved.adapter['modules_to_save']}, which engines do not load"
-    if saved.composite:
-        return "the base's rope sits in its text_config, where an override on the command line does not reach"
-    return None
-
-
 def merged_path(saved: Saved) -> str:
+    """Return where the printed lines put a merged model."""
     return str(saved.path / "merged")
 
 
 def as_json(values: dict[str, Any]) -> str:
-    """One shell word."""
+    """Return values as one shell word."""
     return shlex.quote(json.dumps(values))
 
 
 def lora_named(saved: Saved) -> str:
-    """NAME=FOLDER, as one shell word."""
+    """Return NAME=FOLDER as one shell word."""
     return shlex.quote(f"{saved.path.resolve().name}={saved.path}")

@@ -1,6 +1,6 @@
-"""llama.cpp: its converter writes the rope into the GGUF file, and the programs read it from there.
+"""llama.cpp's converter writes the rope into the GGUF file, from which its programs read it.
 
-Read in the source that PyPI's llama-cpp-python 0.3.36 carries (ggml-org/llama.cpp at 0c1e57098, conversion/base.py,
+Read in the source within PyPI's llama-cpp-python 0.3.36 (ggml-org/llama.cpp at 0c1e57098, conversion/base.py,
 conversion/llama.py, src/llama-context.cpp), and run with it: logits of a tiny model past its old window agree with
 transformers' for linear, ntk, base, yarn and llama3 (benchmarks/engines.py).
 """
@@ -18,12 +18,13 @@ from pose_plugin.export.common import Export, merge_lines, merged_path
 from pose_plugin.utils.errors import PoSEError
 
 CONVERTER = "convert_hf_to_gguf.py"
-# Their converters write frequency lists; the others would drop them without a word.
+# Their converters write frequency lists; the others drop them silently.
 _WITH_LISTS = ("phi3", "phimoe", "minicpm", "minicpm3")
 
 
 def export(saved: Saved) -> Export:
-    """
+    """Return the lines that convert a full model (an adapter is merged first) and start a server.
+
     Raises:
         PoSEError: a rope that the GGUF file cannot hold for this model.
     """
@@ -35,9 +36,9 @@ def export(saved: Saved) -> Export:
         )
     if saved.kind not in ("default", "linear", "yarn", "llama3", "longrope"):
         raise PoSEError(
-            f"llama.cpp knows no rope_type={saved.kind}; train with rope: linear, ntk, base, yarn or llama3"
+            f"llama.cpp does not support rope_type={saved.kind}; train with rope: linear, ntk, base, yarn or llama3"
         )
-    notes = [f"the file carries the rope; {same_as_flags(saved)}"]
+    notes = [f"the file contains the rope; {same_as_flags(saved)}"]
     if abs(saved.extra_attention - 1) > 1e-6:
         notes.append(
             f"llama.cpp computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
@@ -57,11 +58,12 @@ def export(saved: Saved) -> Export:
 
 
 def gguf_file(saved: Saved) -> str:
+    """Return where the converter writes by default."""
     return str(saved.path / f"{saved.path.resolve().name}.gguf")
 
 
 def same_as_flags(saved: Saved) -> str:
-    """What a GGUF of the plain base would have to be told; given beside the file's own they change nothing."""
+    """Return the flags that a GGUF of the plain base would need; with this file they change nothing."""
     if saved.kind == "llama3":
         return "Llama 3's scaling is a tensor in it, for which there are no flags"
     if saved.kind == "longrope":
@@ -75,42 +77,45 @@ def same_as_flags(saved: Saved) -> str:
 
 
 def find_converter(home: str | None) -> Path:
-    """llama.cpp's own converter.
+    """Return the path of llama.cpp's converter.
+
+    Args:
+        home: folder of llama.cpp, or None for the PATH.
 
     Raises:
-        PoSEError: it is not where it was said to be, nor on the PATH.
+        PoSEError: it is not there.
     """
     if home is None:
         found = shutil.which(CONVERTER)
         if found is None:
             raise PoSEError(
-                f"{CONVERTER} is not on the PATH; name the folder of your llama.cpp with --llama-cpp DIR, or run the "
-                "printed lines yourself"
+                f"{CONVERTER} is not on the PATH; add --llama-cpp DIR, the folder of llama.cpp, or run the printed "
+                "lines yourself"
             )
         return Path(found)
     path = Path(home)
     path = path / CONVERTER if path.is_dir() else path
     if not path.is_file():
-        raise PoSEError(f"--llama-cpp {home}: there is no {CONVERTER}; name the folder of a llama.cpp checkout")
+        raise PoSEError(f"--llama-cpp {home} has no {CONVERTER}; name the folder of a llama.cpp checkout")
     return path
 
 
 def convert(saved: Saved, home: str | None, output: str | None, arguments: list[str] | None = None) -> Path:
-    """Runs llama.cpp's converter on a full model.
+    """Run llama.cpp's converter on a full model.
 
     Returns: the GGUF file.
 
     Raises:
         PoSEError: an adapter, no converter, or one that failed, with its last lines.
     """
-    export(saved)
+    made = export(saved)
     if saved.base is not None:
-        raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(export(saved).lines[:2]))
+        raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(made.lines[:2]))
     converter = find_converter(home)
     file = Path(output or gguf_file(saved))
     command = [sys.executable, str(converter), str(saved.path), "--outfile", str(file), *(arguments or [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0 or not file.is_file():
-        said = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise PoSEError(f"{converter} failed with code {done.returncode}:\n{said}")
+        last = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise PoSEError(f"{converter} failed with code {done.returncode}:\n{last}")
     return file

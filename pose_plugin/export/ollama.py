@@ -1,4 +1,4 @@
-"""Ollama runs llama.cpp's GGUF file; its context is short unless a Modelfile says otherwise. Not run here."""
+"""Ollama runs llama.cpp's GGUF file, with a short context unless a Modelfile sets it. Not run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pose_plugin.export.common import Export
 
 
 def export(saved: Saved) -> Export:
-    """
+    """Return the lines that convert, create and run the model, and its Modelfile.
+
     Raises:
-        PoSEError: see llama.cpp.
+        PoSEError: see llama_cpp.py.
     """
     conversion = llama_cpp.export(saved)
     file = Path(llama_cpp.gguf_file(saved))
@@ -25,6 +26,6 @@ def export(saved: Saved) -> Export:
             f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))}",
             f"ollama run {name}",
         ],
-        [*conversion.notes, "without num_ctx Ollama serves a few thousand tokens, whatever the file says"],
+        [*conversion.notes, "without num_ctx Ollama serves a few thousand tokens of any model"],
         {"Modelfile": modelfile},
     )

@@ -1,4 +1,4 @@
-"""Text Generation Inference reads the keys of transformers 4, which stand in the same config.json. Not run here."""
+"""Text Generation Inference reads the keys of transformers 4, which are in the same config.json. Not run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pose_plugin.export.common import Export, merge_lines, merged_path, quoted
 
 
 def export(saved: Saved) -> Export:
+    """Return the line that starts a server."""
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
-    notes = ["no --rope-scaling here: it would be applied beside what config.json says"]
+    notes = ["do not add --rope-scaling: it would be applied in addition to config.json"]
     if not saved.older:
         notes.append(
-            "TGI runs on transformers 4, which does not load a tokenizer that transformers 5 has saved: point it at "
-            "the folder of `pose-plugin export … --engine tgi --form 4 --output FOLDER`"
+            "TGI runs on transformers 4, which cannot load a tokenizer that transformers 5 saved: use the folder "
+            "written by `pose-plugin export … --engine tgi --form 4 --output FOLDER`"
         )
     return Export(
         [

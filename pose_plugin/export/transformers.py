@@ -1,4 +1,4 @@
-"""transformers 5 reads the folder as it is; transformers 4 reads the older keys that stand beside the new ones."""
+"""transformers 5 reads the folder as it is; transformers 4 reads the older keys of the same config.json."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pose_plugin.export.common import Export
 
 
 def export(saved: Saved) -> Export:
+    """Return the Python lines that load the model and its tokenizer."""
     folder = str(saved.path)
     if saved.base is None:
         lines = [
@@ -18,7 +19,7 @@ def export(saved: Saved) -> Export:
         lines = [
             "from peft import PeftModel",
             "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
-            f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's own: the base's has not the extension",
+            f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's: the base's lacks the extension",
             f'base = AutoModelForCausalLM.from_pretrained({saved.base.name!r}, config=config, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {folder!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
@@ -27,6 +28,6 @@ def export(saved: Saved) -> Export:
     if not saved.older:
         notes.append(
             "transformers 4 reads rope_theta and rope_scaling of the same config.json, but not a tokenizer that "
-            "transformers 5 has saved: add --form 4 --output FOLDER"
+            "transformers 5 saved: add --form 4 --output FOLDER"
         )
     return Export(lines, notes)

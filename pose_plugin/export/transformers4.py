@@ -1,4 +1,4 @@
-"""The same model in a folder that transformers 4 reads whole."""
+"""Copy a saved folder into the form that transformers 4 reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _LINKED = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def write_older_form(saved: Saved, output: str | Path) -> Path:
-    """Writes config.json and tokenizer_config.json as transformers 4 wrote them, beside links to all other files.
+    """Write config.json and tokenizer_config.json as transformers 4 would, and copies of or links to all other files.
 
-    The folder itself needs none of this for its config, which holds both forms. But transformers 5 names the
-    tokenizer's class TokenizersBackend, which transformers 4 does not know, and some readers stumble over keys they do
-    not know.
+    The folder's config already has both forms of the rope. But transformers 5 names the tokenizer class
+    TokenizersBackend, which transformers 4 does not know, and some readers fail at unknown keys.
 
     Args:
         saved: a model or adapter.
@@ -29,19 +28,19 @@ def write_older_form(saved: Saved, output: str | Path) -> Path:
     Returns: the folder.
 
     Raises:
-        PoSEError: the folder exists and is not empty, or a rope that the older form cannot express.
+        PoSEError: the folder exists and is not empty, or the older form cannot express the rope.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PoSEError(f"--output {folder} exists and is not empty; name a new folder")
     config = read_json(saved.path / "config.json")
     text = text_part(config)
-    assert text is not None  # read_saved has looked
+    assert text is not None  # read_saved has checked it
     copies = legacy_copies(text["rope_parameters"], saved.model_type)
     if not copies:
         raise PoSEError(
-            f"the older form has no words for this rope: model type {saved.model_type!r} has one per layer type. "
-            "transformers 4 cannot load it"
+            f"the transformers 4 config format cannot express this rope: model type {saved.model_type!r} has one per "
+            "layer type"
         )
     del text["rope_parameters"]
     text.update(copies)
@@ -63,7 +62,7 @@ def write_older_form(saved: Saved, output: str | Path) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Weights are large: a hard link where the disk allows one. What is small may be written again in either folder."""
+    """Hard-link weights, if the disk allows it, and copy small files, which may be rewritten in either folder."""
     if source.suffix not in _LINKED:
         shutil.copy2(source, target)
         return

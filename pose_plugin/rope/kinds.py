@@ -33,7 +33,7 @@ def ntk_base(base: float, factor: float, dim: int) -> float:
     """Return base·s^(d/(d−2)), which stretches the slowest pair by exactly s and the fastest by 1."""
     if dim <= 2:
         raise PoSEError(f"the NTK base needs a rotary dimension above 2, got {dim}; use rope.type: linear")
-    return float(base) * float(factor) ** (dim / (dim - 2))
+    return float(base * factor ** (dim / (dim - 2)))
 
 
 def dynamic_inner_term(factor: float, length: float, original_length: float) -> float:

@@ -88,4 +88,4 @@ def prolong_base(length: int) -> float:
 
 def llama3_80k_base(base: float, factor: float) -> float:
     """Return the Llama-3 8K→80K recipe, 5e5 → 2e8 (×400 for s = 10, arXiv 2404.19553), as a power law in s."""
-    return float(base) * float(factor) ** math.log10(400)
+    return float(base * factor ** math.log10(400))

@@ -255,7 +255,8 @@ def _candidates(parameters: Mapping[str, Any], dim: int, maximum: int) -> list[t
 def _difference(got: Frequencies, want: Frequencies) -> npt.NDArray[np.float64]:
     """Return relative differences, absolute ones where 0 is expected (a proportional rope's tail); NaN is infinite."""
     scale = np.where(want == 0, 1.0, np.abs(want))
-    return np.nan_to_num(np.abs(got - want) / scale, nan=np.inf)
+    difference: npt.NDArray[np.float64] = np.nan_to_num(np.abs(got - want) / scale, nan=np.inf)
+    return difference
 
 
 def _read(name: str, tensor: Any) -> Frequencies:

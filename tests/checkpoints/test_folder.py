@@ -111,5 +111,5 @@ def test_a_base_on_the_hub_keeps_its_revision(tmp_path):
 
 
 def test_an_adapter_without_a_base_is_refused(tmp_path):
-    with pytest.raises(PoSEError, match="names no base_model_name_or_path"):
+    with pytest.raises(PoSEError, match="base_model_name_or_path"):
         base_of(write_adapter(tmp_path / "run"))

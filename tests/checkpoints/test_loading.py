@@ -50,11 +50,11 @@ def test_a_base_that_has_moved(home, tmp_path):
 def test_an_adapter_without_its_config_is_refused(home, tmp_path):
     shutil.copytree(home / "adapter", tmp_path / "adapter")
     (tmp_path / "adapter" / "config.json").unlink()
-    with pytest.raises(PoSEError, match=r"no config\.json beside its adapter.*extend_context"):
+    with pytest.raises(PoSEError, match=r"config\.json.*extend_context"):
         load_extended(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "neither config.json nor"), ("nothing", "is no folder here")])
+@pytest.mark.parametrize(("name", "words"), [("", r"config\.json"), ("nothing", "nothing")])
 def test_what_is_no_model(tmp_path, name, words):
     with pytest.raises(PoSEError, match=words):
         load_extended(tmp_path / name)
@@ -69,7 +69,7 @@ def test_a_plain_base_is_told(home):
     assert "was trained for 512 tokens" in str(error.value) and "load_extended" in str(error.value)
     # A raised maximum alone does not do it.
     plain.config.max_position_embeddings = TARGET
-    with pytest.raises(RopeMismatchError, match="wants"):
+    with pytest.raises(RopeMismatchError, match=r"inv_freq\[1\]"):
         require_extension(plain, home / "adapter")
 
 

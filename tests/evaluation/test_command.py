@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from pose_plugin.checkpoints.source import describe, extended, load
+from pose_plugin.checkpoints.load import describe, extended, load
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import memory, tasks
 
@@ -129,7 +129,7 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["BASE", "--lengths", "20"], "length=20 is smaller than the passkey template"),
         (["BASE", "--lengths", "many"], "--lengths many must be token counts"),
         (["BASE", "--lengths", "0"], "0 must be at least 1 token"),
-        (["ROOT/none", "--lengths", "200"], "none is no folder here"),
+        (["ROOT/none", "--lengths", "200"], "none is not a folder"),
         (["ROOT", "--lengths", "200"], "holds neither config.json nor adapter_config.json"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/no.txt"], "no.txt could not be read"),
         (["BASE", "--lengths", "200", "--label", "x"], "--label x must be NAME=PATH"),
@@ -161,9 +161,9 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["ROOT/no-tokenizer", "--lengths", "200"], "has no tokenizer that loads"),
         (
             ["ROOT/gone", "--lengths", "200"],
-            "is an adapter, and its base cannot be had: ROOT/nowhere is no folder here",
+            "is an adapter, and its base cannot be loaded: ROOT/nowhere is not a folder",
         ),
-        (["ROOT/no-base", "--lengths", "200"], "names no base_model_name_or_path"),
+        (["ROOT/no-base", "--lengths", "200"], "has no base_model_name_or_path"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, monkeypatch, arguments, message):

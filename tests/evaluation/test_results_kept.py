@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pose_plugin.beacon.register import NAME as BEACON
-from pose_plugin.checkpoints import source as loading
-from pose_plugin.checkpoints.source import describe, extended
+from pose_plugin.checkpoints import load as loading
+from pose_plugin.checkpoints.load import describe, extended
 from pose_plugin.cli import evaluate as command
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import run as session
@@ -174,7 +174,7 @@ def test_an_adapter_s_base_is_had_at_its_revision(folder, tmp_path, monkeypatch)
 
         monkeypatch.setattr(kind, "from_pretrained", had)
     peft = SimpleNamespace(PeftModel=SimpleNamespace(from_pretrained=lambda model, path: model))
-    monkeypatch.setattr(loading, "_peft", lambda: peft)
+    monkeypatch.setattr(loading, "require_peft", lambda: peft)
     adapter = {"base_model_name_or_path": "org/base", "revision": "v2", "peft_type": "LORA"}
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))

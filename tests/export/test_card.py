@@ -124,8 +124,8 @@ def test_evaluation(full, tmp_path, inside, capsys):
 
 def test_bad_input(full, tmp_path, capsys):
     assert main(["card", str(tmp_path)]) == 2
-    assert "holds no pose.json and config.json" in capsys.readouterr().err
-    with pytest.raises(PoSEError, match=r"has no report\.md.*--output"):
+    assert "pose.json" in capsys.readouterr().err
+    with pytest.raises(PoSEError, match=r"report\.md"):
         write_card(full, tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_foreign_folders_get_no_card(tmp_path):
 def test_a_readme_that_cannot_be_read_is_left_as_it_is(full, content, capsys):
     (full / "README.md").write_bytes(content)
     assert main(["card", str(full)]) == 2
-    assert "README.md was left as it is" in capsys.readouterr().err
+    assert "README.md" in capsys.readouterr().err
     assert (full / "README.md").read_bytes() == content
 
 
