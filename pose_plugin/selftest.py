@@ -21,7 +21,7 @@ from pose_plugin.attention import attention_function
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.positions import Window
 from pose_plugin.rope.read import text_config
-from pose_plugin.utils.distributed import all_problems, beside_training
+from pose_plugin.utils.distributed import all_problems, outside_training
 from pose_plugin.utils.errors import SelfTestError
 from pose_plugin.utils.models import unwrap
 
@@ -141,7 +141,7 @@ def self_test(
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         model.train()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast(), beside_training(model):
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast(), outside_training(model):
 
             def logits(**change: Any) -> torch.Tensor:
                 torch.manual_seed(0)

@@ -23,7 +23,7 @@ from transformers import Cache
 from pose_plugin.beacon.layout import RAW, Pass
 from pose_plugin.beacon.ratios import StreamState
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import appearing
+from pose_plugin.utils.files import atomic_file
 
 FORMAT = "pose_plugin.beacon/1"
 
@@ -294,7 +294,7 @@ class BeaconCache(PlainCache):
             "open_ratio": whole.open_ratio,
             "signature": whole.signature,
         }
-        with appearing(file) as part_file:
+        with atomic_file(file) as part_file:
             part_file.touch(exist_ok=False)
             # safetensors makes a file that only its owner may read; keep what the umask gives.
             mode = part_file.stat().st_mode & 0o777

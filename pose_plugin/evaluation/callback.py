@@ -19,7 +19,7 @@ from pose_plugin.evaluation.measures.perplexity import PerplexityResult, perplex
 from pose_plugin.evaluation.memory import require_room
 from pose_plugin.evaluation.model import device_of, innermost
 from pose_plugin.evaluation.sharded import InStep, in_step, require_same_plan
-from pose_plugin.utils.distributed import beside_training, together
+from pose_plugin.utils.distributed import outside_training, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.journal import digest
 from pose_plugin.utils.log import log
@@ -163,7 +163,7 @@ class EvaluationCallback(TrainerCallback):
             measures = {"passkey": self._passkey, **measures}
         found: dict[str, Any] = {}
         metrics: dict[str, float] = {}
-        with beside_training(model.wrapped) if isinstance(model, InStep) else nullcontext():
+        with outside_training(model.wrapped) if isinstance(model, InStep) else nullcontext():
             for name, measure in measures.items():
                 try:
                     found[name] = measure(model, tokenizer)

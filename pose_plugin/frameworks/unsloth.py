@@ -18,7 +18,7 @@ from pose_plugin.config import PoSESettings
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import appearing, write_json
+from pose_plugin.utils.files import atomic_file, write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:
@@ -67,7 +67,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
                 # No links here. Another rank may be loading a copy already, so none is written over.
                 if target.exists():
                     continue
-                with appearing(target) as part:
+                with atomic_file(target) as part:
                     shutil.copy2(file, part)
     return str(path)
 

@@ -18,7 +18,7 @@ from pose_plugin.synthesize.documents import tidy
 from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, option
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import appearing
+from pose_plugin.utils.files import atomic_file
 
 # Markers of common chat templates. They are split for any training tokenizer, because the server has another one.
 _KNOWN = (
@@ -117,7 +117,7 @@ def row_counter(tokenizer: Any) -> Callable[[list[dict[str, str]]], int]:
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:
     """Write JSON lines atomically."""
-    with appearing(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+    with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         for line in lines:
             # Readers that follow Unicode would split a line at U+2028.
             file.write(json.dumps(line, ensure_ascii=False).replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from pose_plugin.checkpoints.probe import take_probe
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
-from pose_plugin.utils.distributed import beside_training
+from pose_plugin.utils.distributed import outside_training
 from pose_plugin.utils.files import read_json, write_json
 from pose_plugin.utils.log import log
 
@@ -29,7 +29,7 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
     spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
     try:
-        with beside_training(trainer.model_wrapped):
+        with outside_training(trainer.model_wrapped):
             return take_probe(
                 model,
                 settings.target_length,

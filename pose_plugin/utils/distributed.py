@@ -1,4 +1,4 @@
-"""Several processes: one verdict for all of them, and forwards beside training that leave no trace."""
+"""Several ranks: they agree on errors, and forwards outside of training steps leave no trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, in rank order. Every rank must call it."""
+    """Return every rank's value, in rank order. Every rank must call it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -21,7 +21,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def all_problems(problems: list[str]) -> list[str]:
-    """Every rank's problems, each said once, with the ranks that saw it where not all did."""
+    """Return the problems of all ranks, each one once, with the ranks that saw it unless all did."""
     found = gather(problems)
     world = len(found)
     result = []
@@ -33,12 +33,12 @@ def all_problems(problems: list[str]) -> list[str]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Where one rank fails, all stop: one that trained on would wait for the others for ever.
+    """Stop all ranks if one raises inside the block: the others would hang in their next collective operation.
 
-    Nothing inside may communicate.
+    The block itself must not communicate.
 
     Raises:
-        PoSEError: on ranks that found nothing, if another did. The rank's own exception otherwise.
+        PoSEError: on ranks whose block succeeded, if another rank's failed. Otherwise the rank's own exception.
     """
     failure: Exception | None = None
     try:
@@ -50,21 +50,21 @@ def together() -> Iterator[None]:
         raise failure
     for rank, text in enumerate(found):
         if text is not None:
-            raise PoSEError(f"rank {rank} of {len(found)} stopped, and so does this one: {text}")
+            raise PoSEError(f"rank {rank} of {len(found)} failed, so this rank stops too: {text}")
 
 
 @contextmanager
-def beside_training(model: Any) -> Iterator[None]:
-    """For forwards that are no part of a step.
+def outside_training(model: Any) -> Iterator[None]:
+    """Run forwards that are not part of a training step, without side effects on sharded models.
 
-    - ZeRO-3 takes the order in which the first forwards use the weights for that of every step, and fetches them ahead.
-      A loss that gathers a weight by itself (TRL's chunked one does) would then find it in flight, and the first step
-      would die. So what it has noted is forgotten.
-    - FSDP2 leaves the outermost module's weights whole until a backward. An optimizer made in between would take these
-      for the weights and train copies that nobody reads, without a word. So they are divided again.
+    - ZeRO-3 records the order in which the first forwards use the weights, and prefetches in that order in every step.
+      A loss that gathers a weight itself (as TRL's chunked one does) would then find it in flight, and the first step
+      would fail. This block discards the record.
+    - FSDP2 keeps the outermost module's weights unsharded until a backward. An optimizer created in between would
+      silently train these copies instead of the weights. This block reshards them.
 
     Args:
-        model: as it will be trained, DeepSpeed's engine where there is one.
+        model: as it will be trained; with DeepSpeed, its engine.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""The exceptions of the package. Each message names the key, its value, the limit and the way out."""
+"""The exceptions of the package. Each message names the key, its value, the limit and the fix."""
 
 
 class PoSEError(ValueError):
-    """Something the user can mend: a setting, a model or a data set that cannot work as given."""
+    """Something that the user can fix: a setting, a model or a data set that cannot work as it is."""
 
 
 class RopeMismatchError(PoSEError):
-    """The live model's rotary frequencies differ from the ones that were asked for."""
+    """The live model's rotary frequencies differ from the requested ones."""
 
 
 class SelfTestError(PoSEError):

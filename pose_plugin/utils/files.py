@@ -1,4 +1,4 @@
-"""Files that appear whole: they hold what they held, or all that is new, whatever a kill or a full disk comes upon."""
+"""Atomic file writes, and JSON files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from pose_plugin.utils.errors import PoSEError
 
 
 @contextmanager
-def appearing(file: Path) -> Iterator[Path]:
-    """A part to write beside a file, which it replaces when the block ends; where the block fails, it is removed.
+def atomic_file(file: Path) -> Iterator[Path]:
+    """Write a file atomically: yield a temporary path in the same folder, which replaces the file when the block ends.
 
-    The mode of a file that is there stays.
+    If the block raises, the temporary file is removed and the old file stays. An existing file keeps its mode. A
+    symbolic link is replaced by a file, and its target stays: in the hub's cache, several revisions share it.
+
+    Example:
+        >>> with atomic_file(Path("weights.pt")) as part:
+        ...     torch.save(weights, part)
     """
-    # Uploads leave out what begins with an underscore; and two processes, on two machines perhaps, do not meet.
-    # Of a long name the beginning, or the part's would be too long.
+    # The underscore: uploads to the hub leave such names out. The random part: several processes may write the same
+    # file. The cut: file systems limit names to 255 bytes.
     part = file.with_name(f"_{file.name[:50]}.{uuid.uuid4().hex}.part")
     try:
         yield part
-        # Where there is none, or another process has just taken it away, or the disk knows no modes.
+        # There may be no old file, another process may just have removed it, or the file system has no modes.
         with suppress(OSError):
             shutil.copymode(file, part)
         os.replace(part, file)
@@ -35,7 +40,8 @@ def appearing(file: Path) -> Iterator[Path]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """
+    """Return the object that a JSON file holds.
+
     Raises:
         PoSEError: the file is not JSON, or not an object.
     """
@@ -49,14 +55,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: Any) -> None:
+    """Write values as indented JSON, atomically."""
     write_whole(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a file that others may read, or that a kill may come upon: it holds what it held, or the text, never half.
-
-    The mode of a file that is there stays. A link gives way to a file, and what it points to stays as it is: in the
-    hub's cache that is shared.
-    """
-    with appearing(file) as part:
+    """Write a text file atomically, with the line ends as they are in the text."""
+    with atomic_file(file) as part:
         part.write_text(text, encoding="utf-8", newline="")

@@ -1,4 +1,4 @@
-"""The package's logger, visible wherever no framework has set one up."""
+"""The package's logger. Its messages are visible even if no framework has configured logging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = _plain_logger("pose_plugin")
 
 # Cannot be subscripted in Python 3.10.
 class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what sys.stderr is at the time of the message: notebooks and test runners put others in its place."""
+    """Writes to the current `sys.stderr`, because notebooks and test runners replace it."""
 
     @property
     def stream(self) -> Any:
@@ -30,13 +30,13 @@ class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """The base class sets the one of the moment it was made; it is not kept."""
+        """Ignore the stream that the base class sets when it is created."""
 
 
 def show_log() -> None:
-    """Lets messages of level INFO reach the terminal, unless the caller has configured the logger otherwise.
+    """Let messages of level INFO reach the terminal, unless the caller has configured this logger.
 
-    Called when a run starts, never at import: what a run checked and decided is meant to be seen.
+    Runs call it when they start, so that users see what was checked and decided. Nothing calls it at import.
     """
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)

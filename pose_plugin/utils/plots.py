@@ -1,4 +1,4 @@
-"""Style of every figure of the package. Importing this file does not import matplotlib."""
+"""The style of all figures. Importing this file does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from pose_plugin.utils.errors import PoSEError
 
-# Okabe & Ito's colours stay apart for colour-blind readers, and markers in black and white.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#000000")
-# Any: matplotlib types the keys one by one.
+# Any, because matplotlib's type for it lists the literal keys.
 STYLE: Any = {
     "font.size": 9,
     "axes.labelsize": 9,
@@ -37,23 +37,23 @@ STYLE: Any = {
 
 
 def require_matplotlib() -> None:
-    """Raises PoSEError, with the way out, where matplotlib is not installed."""
+    """Raise PoSEError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise PoSEError(
-            'figures need matplotlib, which is not installed; pip install "pose-plugin[plot]", or do without '
-            "them: figures=False, on the command line --no-figures"
+            'figures need matplotlib, which is not installed; pip install "pose-plugin[plot]", or leave '
+            "them out: figures=False, on the command line --no-figures"
         ) from None
 
 
 def check_ending(path: Path) -> None:
-    """Raises PoSEError where no figure can be written in the format that the ending asks for."""
+    """Raise PoSEError if the file name's ending is not a format of figures."""
     known = (".png", ".svg", ".pdf")
     if path.suffix.lower() not in known:
         raise PoSEError(f"the figure {path} must end in one of {', '.join(known)}")
 
 
 def tokens(length: int) -> str:
-    """2048 as 2k, 512 and 5000 as they are."""
+    """Return a length for an axis: 2048 as 2k, 512 and 5000 as they are."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)

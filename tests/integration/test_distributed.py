@@ -179,7 +179,7 @@ def test_what_one_rank_finds_stops_all(run, tmp_path, strategy, fault):
             assert words in str(error), f"rank {rank}: {error}"
     # The rank that saw it says so itself; the other names it.
     if fault == "frequencies":
-        assert str(found[0]).startswith("PoSEError: rank 1 of 2 stopped, and so does this one: RopeMismatchError: ")
+        assert str(found[0]).startswith("PoSEError: rank 1 of 2 failed, so this rank stops too: RopeMismatchError: ")
         assert str(found[1]).startswith("RopeMismatchError: ")
     assert not (tmp_path / "out" / "checkpoint-2").exists()
 

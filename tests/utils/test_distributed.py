@@ -1,4 +1,4 @@
-"""One verdict for all ranks. Each case is run by two forked processes over gloo."""
+"""Ranks agree on errors. Forked processes run each case over gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pose_plugin.utils.distributed import all_problems, beside_training, gather, together
+from pose_plugin.utils.distributed import all_problems, gather, outside_training, together
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
 from tests.forked import CaseError, good_ranks, ranks
 
@@ -31,7 +31,7 @@ def test_alone_nothing_changes():
         raise KeyError("x")
 
 
-def test_problems_of_all_ranks_and_who_saw_them():
+def test_problems_of_all_ranks_name_the_ranks_that_saw_them():
     def case(rank):
         return all_problems([["everywhere", "first"], ["everywhere"], ["last", "everywhere"]][rank])
 
@@ -51,13 +51,13 @@ def test_a_failure_of_one_rank_stops_both(who):
     assert all(isinstance(one, CaseError) for one in found)
     assert str(found[who]).startswith("RopeMismatchError: inv_freq is wrong")
     assert str(found[1 - who]).startswith(
-        f"PoSEError: rank {who} of 2 stopped, and so does this one: RopeMismatchError: inv_freq is wrong"
+        f"PoSEError: rank {who} of 2 failed, so this rank stops too: RopeMismatchError: inv_freq is wrong"
     )
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_a_rank_that_is_interrupted_leaves_no_other_waiting(kind):
-    """It does not stay to tell: that it is gone ends the others."""
+    """It sends nothing; its lost connection ends the others."""
 
     def case(rank):
         with together():
@@ -70,7 +70,7 @@ def test_a_rank_that_is_interrupted_leaves_no_other_waiting(kind):
     assert str(second).startswith(kind.__name__)
 
 
-def test_ranks_that_find_nothing_go_on_together():
+def test_ranks_without_errors_continue():
     def case(rank):
         with together():
             pass
@@ -79,7 +79,7 @@ def test_ranks_that_find_nothing_go_on_together():
     assert [outcome.value for outcome in good_ranks(joined, case)] == [0, 1]
 
 
-def test_a_mistake_of_ours_is_no_poseerror_on_the_rank_that_made_it():
+def test_the_failing_rank_raises_its_own_exception():
     with pytest.raises(ZeroDivisionError) as caught, together():
         raise ZeroDivisionError
     assert not isinstance(caught.value, PoSEError)
@@ -96,16 +96,16 @@ def test_an_optimizer_made_after_a_forward_trains_the_real_weights():
 
         model = torch.nn.Linear(4, 4)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        with torch.no_grad(), beside_training(model) if guarded else nullcontext():
+        with torch.no_grad(), outside_training(model) if guarded else nullcontext():
             model(torch.ones(1, 4))
         return [type(parameter).__name__ for parameter in model.parameters()]
 
     assert {tuple(o.value) for o in good_ranks(joined, case, True)} == {("DTensor", "DTensor")}
-    # Without it, the trap is there: if torch ever closes it, `beside_training` can do less.
+    # Without the block, torch leaves copies. If this line ever fails, `outside_training` can do less.
     assert {tuple(o.value) for o in good_ranks(joined, case, False)} == {("Parameter", "Parameter")}
 
 
-def test_what_deepspeed_noted_is_forgotten():
+def test_the_order_that_deepspeed_recorded_is_discarded():
     class Coordinator:
         def __init__(self, invalid):
             self.invalid, self.calls = invalid, 0
@@ -121,12 +121,12 @@ def test_what_deepspeed_noted_is_forgotten():
         coordinator = Coordinator(invalid)
         offload = type("Offload", (), {"get_param_coordinator": lambda self, c=coordinator: c})()
         engine.optimizer = type("Optimizer", (), {"parameter_offload": offload})()
-        with pytest.raises(KeyError), beside_training(engine):
+        with pytest.raises(KeyError), outside_training(engine):
             raise KeyError
         assert coordinator.calls == calls
 
 
-def test_deepspeed_still_has_what_is_called():
+def test_deepspeed_still_has_the_methods_that_are_called():
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed here")
     origin = importlib.util.find_spec("deepspeed").origin

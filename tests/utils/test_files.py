@@ -1,4 +1,4 @@
-"""A file that is written over: whoever reads it, or whatever a kill leaves, is the old one or the new one."""
+"""Atomic writes: readers see the old file or the new one, also after an interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
-def test_a_kill_in_the_middle_leaves_the_old_one(file):
+def test_a_kill_while_writing_leaves_the_old_file(file):
     old = file.read_text()
 
     def case():
@@ -38,13 +38,13 @@ def test_a_kill_in_the_middle_leaves_the_old_one(file):
     with pytest.raises(CaseError, match="the child died"):
         forked(case)
     assert file.read_text() == old
-    # What is left is no file that anybody looks for, and an upload leaves it out.
+    # Uploads to the hub leave out names that begin with an underscore.
     (left,) = [name for name in names(file.parent) if name != file.name]
     assert left.startswith("_config.json.") and left.endswith(".part")
 
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()])
-def test_what_cannot_be_written_leaves_the_old_one_and_nothing_else(file, monkeypatch, error):
+def test_a_failed_write_leaves_only_the_old_file(file, monkeypatch, error):
     def full(*args):
         raise error
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_written_leaves_the_old_one_and_nothing_else(file, monkey
     assert file.read_text() == old and names(file.parent) == [file.name]
 
 
-def test_a_reader_goes_on_in_the_old_one(file):
+def test_an_open_reader_keeps_reading_the_old_file(file):
     with file.open() as reader:
         begin = reader.read(3)
         write_whole(file, "new and longer than what was there\n")
@@ -63,17 +63,17 @@ def test_a_reader_goes_on_in_the_old_one(file):
     assert file.read_text() == "new and longer than what was there\n"
 
 
-def test_the_mode_stays(file, tmp_path):
+def test_an_existing_file_keeps_its_mode(file, tmp_path):
     file.chmod(0o640)
     write_json(file, {"new": True})
     assert file.stat().st_mode & 0o777 == 0o640
-    # A new one is as any other.
+    # A new file has the mode that any other new file has.
     (tmp_path / "other").touch()
     write_json(tmp_path / "new.json", {})
     assert (tmp_path / "new.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_what_a_link_points_to_stays_as_it_is(file, tmp_path):
+def test_the_target_of_a_link_is_not_changed(file, tmp_path):
     """As in the hub's cache, where several revisions share a file."""
     old = file.read_text()
     link = tmp_path / "link.json"

@@ -11,7 +11,7 @@ from pose_plugin.utils.log import log, show_log
 
 @pytest.fixture
 def fresh():
-    """The logger as it is before any run, and as it was afterwards."""
+    """Reset the logger to its state before any run, and restore it after the test."""
     before = log.handlers[:], log.level, log.propagate
     log.handlers, log.propagate = [], True
     log.setLevel(logging.NOTSET)
@@ -19,8 +19,8 @@ def fresh():
     log.handlers, log.level, log.propagate = before
 
 
-def test_messages_go_to_the_terminal_of_the_moment(fresh, monkeypatch):
-    """A notebook, or a test runner, puts another in the place of the one that was there first."""
+def test_messages_go_to_the_current_stderr(fresh, monkeypatch):
+    """Notebooks and test runners replace it."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     show_log()
@@ -31,7 +31,7 @@ def test_messages_go_to_the_terminal_of_the_moment(fresh, monkeypatch):
     assert (first.getvalue(), second.getvalue()) == ("[pose_plugin] one\n", "[pose_plugin] two\n")
 
 
-def test_what_the_caller_has_set_up_stays(fresh):
+def test_the_callers_configuration_is_kept(fresh):
     mine = logging.NullHandler()
     log.addHandler(mine)
     log.setLevel(logging.ERROR)
