@@ -1,9 +1,9 @@
-"""What keeps the chunks of a document together and documents apart where rows are packed.
+"""Keeps the chunks of a document together, and documents apart, in packed rows.
 
-Without an attention mask, transformers finds the documents of a packed row by their positions: *every*
-step other than +1 opens a new one. A PoSE chunk would be cut off from the chunk before it, silently.
-While PoSE trains, only a step below 1, a restart, opens a document; rows packed the ordinary way, each
-document counting from 0, are cut just as before.
+Without an attention mask, transformers finds the documents of a packed row by their positions: *every* step other than
++1 starts a new one. This would silently cut a PoSE chunk off from the chunk before it. While PoSE trains, only a
+restart (a step below 1) starts a document. Rows packed in the ordinary way, with documents that count from 0, are cut
+as before.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from pose_plugin.rope.read import text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.models import unwrap
 
-# Attention functions whose masks go through the rule below.
+# Attention functions whose masks follow transformers' rule, which `restart_rule` replaces.
 RULED_BY_POSITIONS = ("eager", "sdpa", "flex_attention")
-# Those that find documents by "the position is the row's smallest" or "is 0"; a jump never cuts there.
+# Attention functions that start a document where the position is the row's smallest, or 0; a jump never cuts there.
 RULED_BY_SMALLEST = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "xformers")
 
 _NAME = "find_packed_sequence_indices"
 
 
 def restart_rule(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Numbers the documents of packed rows; a position that is not above the one before opens a document.
+    """Number the documents of packed rows; a position that is not above the one before starts a document.
 
     Args:
         position_ids: shape (batch, length).
 
     Returns:
         Document numbers of the same shape, or None if every row is one document (outside of tracing).
+
+    Example:
+        >>> restart_rule(torch.tensor([[0, 7, 8, 0, 3, 0]]))
+        tensor([[0, 0, 0, 1, 1, 2]])
     """
     first = position_ids[:, :1] - 1
     documents = (torch.diff(position_ids, prepend=first, dim=-1) < 1).cumsum(-1)
@@ -43,10 +47,10 @@ def restart_rule(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 class RestartBoundaries:
-    """Puts `restart_rule` in transformers' place and takes it out again.
+    """Replaces transformers' rule by `restart_rule`, and puts it back.
 
     Raises:
-        PoSEError: transformers' own rule is not the one this was measured against.
+        PoSEError: from `install`, if transformers' own rule is not the one that this package was tested with.
     """
 
     def __init__(self) -> None:
@@ -63,7 +67,7 @@ class RestartBoundaries:
 
             raise PoSEError(
                 f"packed rows need transformers.masking_utils.{_NAME} to cut at every position step other "
-                f"than +1, but transformers {transformers.__version__} does something else. Turn packing off "
+                f"than +1, but that of transformers {transformers.__version__} differs. Turn packing off "
                 "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention"
             )
         self._original = current
@@ -79,7 +83,7 @@ class RestartBoundaries:
 
 @contextmanager
 def restart_boundaries() -> Iterator[None]:
-    """`with restart_boundaries(): …`, the rule in force inside."""
+    """Apply `restart_rule` inside the block: `with restart_boundaries(): …`."""
     boundaries = RestartBoundaries()
     boundaries.install()
     try:
@@ -89,14 +93,15 @@ def restart_boundaries() -> Iterator[None]:
 
 
 def attention_function(model: Any) -> str:
-    """The name of the attention implementation a model runs, e.g. "sdpa"."""
+    """Return the name of the attention implementation that a model runs, e.g. "sdpa"."""
     config = text_config(unwrap(model).config)
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
 def needs_one_row(model: Any) -> bool:
-    """Whether packed rows must be handed over as one: FlashAttention looks for documents in a batch of one row only,
-    and in a larger one neighbours would see each other.
+    """Return whether the packed rows of a batch must be joined into one.
+
+    FlashAttention only looks for documents in a batch of one row; in a larger one, neighbours would see each other.
     """
     name = attention_function(model)
     # "kernels-community/flash-attn2" and the like run the same interface as flash_attention_2.
@@ -104,23 +109,19 @@ def needs_one_row(model: Any) -> bool:
 
 
 def require_packing_support(model: Any) -> None:
-    """Checks that packed PoSE rows can be right with the model's attention implementation.
-
-    Raises:
-        PoSEError: naming the implementation and the way out.
-    """
+    """Raise PoSEError unless the model's attention implementation is known to find the documents of packed rows."""
     name = attention_function(model)
     if name in RULED_BY_POSITIONS or needs_one_row(model):
         return
     raise PoSEError(
-        f"attn_implementation={name}: it is not known how it finds the documents of a packed row, so chunks "
-        f"may be cut apart without a sign. Use one of "
+        f"attn_implementation={name} is not known to find the documents of a packed row, so it may silently cut "
+        f"chunks apart. Use one of "
         f"{', '.join(RULED_BY_POSITIONS + RULED_BY_SMALLEST)}, or turn packing off"
     )
 
 
 def _is_known(rule: Any) -> bool:
-    """Known answers: a jump, a restart, one plain document."""
+    """Return whether transformers' rule gives the known answers for a jump, a restart and one plain document."""
     try:
         jump = rule(torch.tensor([[0, 1, 5, 6, 0, 1]]))
         plain = rule(torch.tensor([[0, 1, 2]]))

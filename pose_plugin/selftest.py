@@ -1,16 +1,16 @@
-"""Proof, on the model, collator and attention function that are about to train, that training can work.
+"""Checks, on the model, collator and attention function that are about to train, that training can work.
 
-Three things fail silently and are looked for with a few short forwards:
-1. chunks cut apart: tokens behind a jump do not depend on the tokens before it;
-2. packed documents mixed: a document depends on its neighbour;
-3. positions ignored, or one row's positions used for another: logits do not follow the row's own positions.
+Four short forwards look for three silent failures:
+1. Chunks are cut apart: tokens after a jump do not depend on the tokens before it.
+2. Packed documents are mixed: a document depends on its neighbour.
+3. Positions are ignored, or one row's positions are used for another: logits do not follow the row's own positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,29 +25,29 @@ from pose_plugin.utils.distributed import all_problems, outside_training
 from pose_plugin.utils.errors import SelfTestError
 from pose_plugin.utils.models import unwrap
 
-# An effect below this share of the effect within a chunk is none: the silent fault gives exactly 0, a working
-# model several percent (measured: 0.074 of 0.573), rounding in bf16 leaves unrelated rows unchanged.
+# An effect below this share of the effect within a chunk counts as none. The silent failure gives exactly 0, a working
+# model several percent (measured: 0.074 of 0.573), and rounding in bf16 leaves unrelated rows unchanged.
 _NOTHING = 1e-4
-# Linear layers that round all tokens of a batch by one scale, or by columns chosen from all of them, so that each token
-# moves every other a little (measured in fp8: 0.05 of 1.7; a leak moves about as much as the tokens' own document).
+# Linear layers that round all tokens of a batch by one scale, or by columns chosen from all of them: each token moves
+# every other one a little (measured in fp8: 0.05 of 1.7; a leak moves about as much as the tokens' own document).
 _SHARED_ROUNDING = ("Float8Linear", "Linear8bitLt")
 _ROUNDING = 0.2
 
 
 @dataclass(frozen=True)
 class SelfTestReport:
-    """Largest change of any logit, per question.
+    """The largest change of any logit, per question.
 
     Attributes:
         same_chunk: within chunk 1, when tokens of chunk 1 change.
         after_jump: in chunk 2, when tokens of chunk 1 change. 0 means that chunks are cut apart.
-        neighbour: in the other documents of the row, when chunk 1 changes (0 where rows are not packed).
-        own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored; None that the
+        neighbour: in the other documents of the row, when chunk 1 changes; 0 if rows are not packed.
+        own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored; None means that the
             target leaves no room for another skip.
         other_row: in the other row, when this row's skip changes.
         packed: whether rows hold several documents.
         attention: the attention implementation.
-        shared_rounding: whether 8-bit layers round all rows together, so that each moves every other a little.
+        shared_rounding: whether 8-bit layers round all rows together, so that each one moves the others a little.
     """
 
     same_chunk: float
@@ -60,7 +60,7 @@ class SelfTestReport:
     shared_rounding: bool = False
 
     def problems(self) -> list[str]:
-        """Sentences that say what is wrong and what to set; empty when training can work."""
+        """Return what is wrong and what to set, one sentence each; empty if training can work."""
         own = self.own_positions if self.own_positions is not None else self.same_chunk
         values = (self.same_chunk, self.after_jump, self.neighbour, own, self.other_row)
         if not all(math.isfinite(value) for value in values):
@@ -83,18 +83,17 @@ class SelfTestReport:
         if self.neighbour > leak:
             found.append(
                 f"packed documents see each other (change of logits {self.neighbour:.3g}). Turn packing off "
-                "(Axolotl: sample_packing: false; TRL: packing=False), or use a batch size of 1 with "
-                "FlashAttention"
+                "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention with a batch size of 1"
             )
-        # Of a chunk that is cut off only distances within it count, so a new skip changes nothing and tells nothing;
-        # and where rows share positions, it is one row that moves both or none.
+        # If chunks are cut apart, a new skip changes no distance that counts, so this question has no answer. If rows
+        # share positions, one row moves both rows or none.
         if self.after_jump > nothing and own <= nothing and self.other_row <= nothing:
             found.append(
                 f"logits do not follow position_ids (change {own:.3g}): a fused RoPE kernel or the model's "
                 f"own code ignores them. Turn the kernel off (Liger: liger_rope: false, "
                 f"use_liger_kernel=False)"
             )
-        # Rounding moves other rows as much as a small change of positions does, and cannot be told from it.
+        # Shared rounding moves other rows about as much as a change of positions does.
         if self.other_row > nothing and not self.shared_rounding:
             found.append(
                 f"one row's positions move another row's logits (change {self.other_row:.3g}): the RoPE "
@@ -114,57 +113,63 @@ def self_test(
     length: int = 24,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> SelfTestReport:
-    """Runs the probe and raises if training would be in vain.
+    """Raise SelfTestError if the run would train without learning long distances.
 
-    Runs in training mode, as gradient checkpointing and the absence of a cache decide how positions are
-    read; leaves RNG state, gradients, training mode and the collator's counts as they were. In a
-    distributed run every rank must call it; all ranks come to the same verdict.
+    The forwards run in training mode, because gradient checkpointing and the missing cache decide how positions are
+    read. RNG states, gradients, training modes and the collator's counts stay as they were. In a distributed run every
+    rank must call it, and all ranks get the same result.
 
     Args:
         model: built and placed as it will be trained.
         collator: the training collator.
         forward: batch → logits of shape (batch, length, vocabulary); default `model(**batch).logits`.
         pack: how rows hand over several documents (see `Packing`); None if each row is one document.
-        rows: rows in the probe batch; 2 shows mixed-up rows, 1 where the framework allows no more.
+        rows: rows in the test batch; 2 shows whether rows are mixed up, 1 is for frameworks that allow no more.
         length: tokens of each document.
         autocast: the mixed-precision context of the training step.
 
     Raises:
-        SelfTestError: with what was seen and what to set.
+        SelfTestError: with what was measured and what to set.
     """
     run = forward or (lambda batch: model(**batch).logits)
-    # At most half of the target, so that there is room for a jump.
     packing = Packing(pack) if pack is not None else None
+    # At most half of the target, so that there is room for a jump.
     probe = _Probe(model, collator, packing, rows, max(8, min(length, collator.settings.target_length // 2)))
-    states = [(module, module.training) for module in model.modules()]
-    # Equal random states make dropout masks equal, so that a change of logits has one cause.
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        model.train()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast(), outside_training(model):
 
-            def logits(**change: Any) -> torch.Tensor:
-                torch.manual_seed(0)
-                batch = probe.batch(**change)
-                return run(batch).float()
+    def logits(**change: Any) -> torch.Tensor:
+        # Equal random states make dropout masks equal, so that a change of logits has one cause.
+        torch.manual_seed(0)
+        return run(probe.batch(**change)).float()
 
-            plain = logits()
-            changed = logits(change_tokens=True)
-            moved = logits(move_row=0)
-            other = logits(move_row=rows - 1) if rows > 1 else plain
-    finally:
-        for module, training in states:
-            module.training = training
+    with _as_in_training(model), autocast(), outside_training(model):
+        plain = logits()
+        changed = logits(change_tokens=True)
+        moved = logits(move_row=0)
+        other = logits(move_row=rows - 1) if rows > 1 else plain
     report = probe.report(plain, changed, moved, other)
     problems = all_problems(report.problems())
     if problems:
         raise SelfTestError(
             "PoSE self-test: this run would train without learning long distances.\n- "
             + "\n- ".join(problems)
-            + f"\nSeen with attn_implementation={report.attention}, packed rows: {report.packed}. "
-            "To train all the same, set self_test: false"
+            + f"\nMeasured with attn_implementation={report.attention}, packed rows: {report.packed}. "
+            "To train anyway, set self_test: false"
         )
     return report
+
+
+@contextmanager
+def _as_in_training(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model into training mode, and restore modes and random states at the end; no gradients."""
+    states = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        model.train()
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            yield
+    finally:
+        for module, training in states:
+            module.training = training
 
 
 class _Probe:
@@ -178,11 +183,11 @@ class _Probe:
         self.shared_rounding = any(type(module).__name__ in _SHARED_ROUNDING for module in model.modules())
         self.device = next(model.parameters()).device
         vocabulary = int(text_config(unwrap(model).config).vocab_size)
-        # Rows of unlike lengths, so that there is padding where the collator pads.
+        # Rows of different lengths, so that there is padding if the collator pads.
         documents = 3 if pack else 1
         self.sizes = [[length - row - document for document in range(documents)] for row in range(rows)]
         generator = np.random.default_rng(0)
-        # Low and special ids are left out where there are enough others.
+        # Leaves out low ids, which are often special tokens, unless the vocabulary is tiny.
         low = min(32, vocabulary // 2)
         self.tokens = [[generator.integers(low, vocabulary, size) for size in row] for row in self.sizes]
         self.jump = length // 2 - 1
@@ -190,11 +195,17 @@ class _Probe:
         self.span = (low, vocabulary)
 
     def batch(self, change_tokens: bool = False, move_row: int | None = None) -> dict[str, Any]:
+        """Return the batch, with one change.
+
+        Args:
+            change_tokens: change the tokens of chunk 1 of the tested document in the first row.
+            move_row: give chunk 2 of this row's tested document another skip.
+        """
         tokens = [[document.copy() for document in row] for row in self.tokens]
         if change_tokens:
             low, vocabulary = self.span
             first = tokens[0][self.document]
-            # Any other id: a step around the circle of ids that never ends where it began.
+            # The next id, and the first one after the last: always another id.
             first[1 : self.jump] = low + (first[1 : self.jump] - low + 1) % (vocabulary - low)
         features = [[_feature(document) for document in row] for row in tokens]
         batch = self.collator.assemble(self._packed(features), lambda documents: self._windows(documents, move_row))
@@ -230,7 +241,7 @@ class _Probe:
         return windows
 
     def _starts(self, flat: bool) -> list[int]:
-        """Where each row's tokens begin: behind padding on the left, or behind other rows."""
+        """Return the column at which each row's tokens begin: after padding on the left, or after other rows."""
         lines = self.batch()["input_ids"].cpu().numpy()
         starts, behind = [], 0
         for row, documents in enumerate(self.tokens):
@@ -244,6 +255,14 @@ class _Probe:
     def report(
         self, plain: torch.Tensor, changed: torch.Tensor, moved: torch.Tensor, other: torch.Tensor
     ) -> SelfTestReport:
+        """Compare logits, each of shape (batch, length, vocabulary).
+
+        Args:
+            plain: of the batch without a change.
+            changed: with other tokens in chunk 1 of the first row.
+            moved: with another skip in the first row.
+            other: with another skip in the last row.
+        """
         flat = plain.shape[0] == 1 and self.rows > 1
         starts = self._starts(flat)
 

@@ -1,7 +1,6 @@
-"""What sees what, measured: a token of chunk 1 is changed, and logits elsewhere are looked at.
+"""Which tokens see which: change a token of chunk 1, and compare the logits elsewhere.
 
-The batches are the collator's own; each case takes its mask away or gives one, with the boundary rule or
-without.
+The batches come from the collator. Each case removes its mask or adds one, with the boundary rule or without.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def models():
 
 
 def batch_of(packed, rows=1, jump=300, one_row=False):
-    """Rows of one or three documents of ten tokens, each with a jump in its middle."""
+    """Return rows of one or three documents of ten tokens, each with a jump in its middle."""
     documents = 3 if packed else 1
     generator = np.random.default_rng(0)
     ids = generator.integers(8, 120, (rows, documents, SIZE)).tolist()
@@ -73,11 +72,11 @@ def stack_single(features, **kwargs):
 
 
 def effects(model, batch, packed):
-    """Largest change of a logit within chunk 1, in chunk 2, and in the other documents and rows."""
+    """Return the largest change of a logit within chunk 1, in chunk 2, and in the other documents and rows."""
     begin = SIZE if packed else 0
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
     changed["input_ids"][0, begin + 1 : begin + JUMP] += 1
-    # flex_attention is run as it is: its compiled form takes a minute and gives the same numbers.
+    # flex_attention runs uncompiled: compiling takes a minute and gives the same numbers.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         difference = (model(**changed).logits - model(**batch).logits).abs()
     row = difference[0]
@@ -89,8 +88,8 @@ def effects(model, batch, packed):
     )
 
 
-# packed, mask, rule → chunk 2 sees chunk 1, neighbours see it. The first line is the silent fault; the last
-# ones are why no mask goes with packed rows.
+# packed, mask, rule → chunk 2 sees chunk 1, neighbours see it. The first line is the silent fault; the last two lines
+# are why packed rows have no mask.
 TRUTH = [
     (False, "none", False, False, False),
     (False, "none", True, True, False),
@@ -134,7 +133,7 @@ def test_what_the_collator_returns_is_right(models, packed):
 
 
 def test_a_cache_mixes_packed_documents(models):
-    """Why the cache is turned off where rows are packed: with one, transformers looks for no documents."""
+    """The reason for turning the cache off with packed rows: with a cache, transformers looks for no documents."""
     batch = {**batch_of(True), "use_cache": True}
     model = models("eager")
     model.gradient_checkpointing_disable()
@@ -144,7 +143,7 @@ def test_a_cache_mixes_packed_documents(models):
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_rows_packed_the_ordinary_way_are_cut_as_before(models, name):
+def test_ordinary_packed_rows_are_cut_as_before(models, name):
     batch = {**batch_of(True, 2, jump=0), "attention_mask": None}
     with torch.no_grad():
         before = models(name)(**batch).logits
@@ -175,7 +174,7 @@ def test_restart_rule(positions, documents):
 
 def test_restart_rule_can_be_traced():
     compiled = torch.compile(restart_rule, fullgraph=True, backend="eager")
-    # While tracing nothing may depend on values, so that one document is numbered too.
+    # A traced function must not depend on values, so it also numbers a single document.
     assert compiled(torch.tensor([[0, 1, 9, 10]])).tolist() == [[0, 0, 0, 0]]
     assert compiled(torch.tensor([[0, 9, 0, 5]])).tolist() == [[0, 0, 1, 1]]
 
@@ -225,7 +224,7 @@ def test_an_unknown_rule_is_not_replaced(monkeypatch, other):
         monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
     else:
         monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", other)
-    with pytest.raises(PoSEError, match=r"does something else. Turn packing off .*sample_packing: false"):
+    with pytest.raises(PoSEError, match=r"transformers .* differs.*sample_packing: false"):
         RestartBoundaries().install()
     assert getattr(masking_utils, "find_packed_sequence_indices", None) is other
     monkeypatch.undo()
@@ -243,22 +242,22 @@ def test_attention_functions_that_can_be_packed(models, name):
 def test_an_unknown_attention_function_is_refused():
     model = make_llama("sdpa")
     model.config._attn_implementation = "sage"
-    with pytest.raises(PoSEError, match=r"attn_implementation=sage: .*Use one of eager, sdpa, .*packing off"):
+    with pytest.raises(PoSEError, match=r"attn_implementation=sage .*eager, sdpa, .*packing off"):
         require_packing_support(model)
 
 
-# --- FlashAttention, with a kernel of plain torch in its place ------------------------------------------------
+# --- FlashAttention, with a kernel of plain torch instead ------------------------------------------------
 
 
 @pytest.fixture
 def borders():
-    """FlashAttention on CPU; the list of `cu_seqlens_q` that reach it."""
+    """Run FlashAttention on CPU, and yield the list of `cu_seqlens_q` that reach it."""
     with flash_attention() as seen:
         yield seen
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
-def test_flash_attention_sees_documents_where_they_are(models, borders, version):
+def test_flash_attention_finds_the_documents(models, borders, version):
     model = models(f"flash_attention_{version}")
     within, after, neighbour = effects(model, batch_of(packed=True), packed=True)
     assert within > 1e-2 and after > 1e-3 and neighbour == 0.0
@@ -276,7 +275,7 @@ def test_flash_attention_agrees_with_the_rule_of_the_others(models, borders):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("mask", ["ours", "none"])
-def test_flash_attention_of_one_document_a_row(models, borders, rows, mask):
+def test_flash_attention_of_one_document_per_row(models, borders, rows, mask):
     batch = batch_of(packed=False, rows=rows)
     if mask == "none":
         batch["attention_mask"] = None
@@ -293,7 +292,7 @@ def test_flash_attention_of_padded_rows(models, borders):
 
 
 def test_flash_attention_loses_documents_that_do_not_start_alike(models, borders):
-    """Why every packed document starts at 0."""
+    """The reason for starting every packed document at 0."""
     batch = batch_of(packed=True)
     batch["position_ids"][:, 10:20] += 40
     with torch.no_grad():
@@ -302,12 +301,12 @@ def test_flash_attention_loses_documents_that_do_not_start_alike(models, borders
 
 
 def test_flash_attention_mixes_packed_rows_of_a_larger_batch(models, borders):
-    """transformers looks for documents in a batch of one row only: why the collator makes one of them."""
+    """The reason for `one_row`: transformers only looks for documents in a batch of one row."""
     _, _, neighbour = effects(models("flash_attention_2"), batch_of(packed=True, rows=2), packed=True)
     assert neighbour > 1e-3
 
 
-def test_packed_rows_one_behind_the_other(models, borders):
+def test_packed_rows_joined_into_one(models, borders):
     batch = batch_of(packed=True, rows=2, one_row=True)
     assert batch["input_ids"].shape == (1, 60)
     _, after, neighbour = effects(models("flash_attention_2"), batch, packed=True)

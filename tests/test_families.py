@@ -1,6 +1,6 @@
-"""Families of models, a row each: the rope is live, the self-test passes packed or not, a training step trains.
+"""Model families, one row each: the rope is live, the self-test passes packed or not, a training step trains.
 
-Rows of the table are tiny random models of the real classes; what cannot work is refused by name.
+The models are tiny and random, of the real classes. Families that cannot work raise an error that names them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ REFUSED = {
 }
 
 
-# transformers gives the masks of these families no positions, so that rows packed the ordinary way mix as well, unless
+# transformers builds the masks of these families without positions, so ordinary packed rows mix too, unless
 # FlashAttention runs. The self-test stops such a run.
 MIXES = ("gpt_oss", "falcon")
 
@@ -149,7 +149,7 @@ def test_a_step_trains_every_layer_and_leaves_the_frequencies(extended, name):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     still = [key for key, value in model.named_parameters() if torch.equal(value, before[key])]
-    # An expert to which no token was sent learns nothing, which is as it should be.
+    # An expert that got no token learns nothing.
     assert not [key for key in still if "expert" not in key], still
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers() if "freq" in key)
 
@@ -173,7 +173,7 @@ def test_the_page_names_them_all():
 
 @pytest.mark.parametrize("name, attention", [("gpt_oss", "flash_attention_3"), ("falcon", "flash_attention_2")])
 def test_flash_attention_tells_them_apart(monkeypatch, name, attention):
-    """On a kernel of plain PyTorch; gpt-oss would load its own from the hub, Falcon imports its only if it is there."""
+    """With a kernel of plain PyTorch: gpt-oss would load its own from the hub, and Falcon's may not be installed."""
     from transformers import modeling_flash_attention_utils as utils
     from transformers.models.falcon import modeling_falcon
 

@@ -1,4 +1,4 @@
-"""The start-up self-test: silent where training can work, the right sentence where it cannot."""
+"""The self-test at startup: it passes if training can work, and names the right failure if not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def padding_free_collator():
 def test_a_good_model(attention, side, rows):
     report = self_test(model(attention=attention), collator(side), rows=rows)
     assert report.after_jump > 0.01 * report.same_chunk > 0
-    # Ten times what counts as nothing.
+    # Ten times what counts as no effect.
     assert report.own_positions > 1e-3 * report.same_chunk
     assert (report.neighbour, report.other_row) == (0.0, 0.0)
     assert (report.packed, report.attention) == (False, attention)
@@ -71,7 +71,7 @@ def test_dropout_and_lora():
 
 
 class Float8Linear(torch.nn.Linear):
-    """torchao's, as far as it matters: all tokens of a batch are rounded by one scale."""
+    """Rounds all tokens of a batch by one scale, as torchao's does."""
 
     def forward(self, tokens):
         scale = tokens.abs().mean() / 30
@@ -86,7 +86,7 @@ def eight_bits():
     return one
 
 
-def test_rounding_that_rows_share_is_no_leak():
+def test_rounding_that_rows_share_is_not_a_leak():
     report = self_test(eight_bits(), collator())
     assert report.other_row > 0 and report.shared_rounding
     with restart_boundaries():
@@ -124,15 +124,15 @@ def test_bf16():
 
 @pytest.mark.parametrize("target", [1, 2, 8, 23, 24, 25, 26, 64])
 def test_small_targets(target):
-    """Where the target leaves no room for a jump, nothing is said of jumps."""
+    """If the target leaves no room for a jump, the test makes no statement about jumps."""
     self_test(model(), collator(target_length=target))
 
 
-def test_content_and_seams_do_not_enter():
+def test_content_and_seams_do_not_matter():
     self_test(model(), collator(train_length=4, content="skip"))
 
 
-def test_a_forward_of_ones_own():
+def test_a_custom_forward():
     one = model()
     seen = []
 
@@ -151,8 +151,7 @@ def sentence(*args, **kwargs):
     with pytest.raises(SelfTestError) as caught:
         self_test(*args, **kwargs)
     text = str(caught.value)
-    assert text.startswith("PoSE self-test: this run would train without learning long distances.\n- ")
-    assert text.endswith("To train all the same, set self_test: false")
+    assert text.startswith("PoSE self-test: ") and text.endswith("set self_test: false")
     return text
 
 
@@ -204,7 +203,7 @@ def test_a_mask_that_does_not_arrive():
     assert "chunk 2 does not see chunk 1 (change of logits 0, within chunk 1 0." in point
     assert "keep the attention_mask that PoSECollator returns" in point
     assert "Use attn_implementation sdpa, eager or flash_attention_2" in point
-    assert "Seen with attn_implementation=sdpa, packed rows: False." in text
+    assert "Measured with attn_implementation=sdpa, packed rows: False." in text
 
 
 def test_packed_rows_without_the_rule():
@@ -248,7 +247,7 @@ def test_positions_of_row_0_used_for_all_rows():
     text = sentence(Wrapped(model(), of_row_0), collator())
     assert "one row's positions move another row's logits" in text
     assert "Turn it off (Liger: liger_rope: false), or use a batch of 1" in text
-    # A batch of 1 is a way out.
+    # A batch of 1 is the fix.
     self_test(Wrapped(model(), of_row_0), collator(), rows=1)
 
 
@@ -281,8 +280,8 @@ def test_a_model_that_ignores_its_input():
     assert "do not depend on the tokens at all" in sentence(empty, collator())
 
 
-def test_a_flattening_collator_nobody_told_of():
-    """Rows become one row without the rule: chunks are cut, and nothing else goes wrong in silence."""
+def test_a_flattening_collator_without_the_rule():
+    """Rows become one row, and transformers' own rule cuts its chunks apart."""
     from transformers import DataCollatorWithFlattening
 
     flat = PositionCollator(DataCollatorWithFlattening(), {"target_length": TARGET})
@@ -315,11 +314,11 @@ def test_problems_of_a_report(changes, words):
     assert all(word in problem for word, problem in zip(words, found, strict=True))
 
 
-# --- leaves no trace ------------------------------------------------------------------------------------------
+# --- no side effects ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_trace(fails):
+def test_no_side_effects(fails):
     one = model(attention_dropout=0.1)
     one.eval()
     one.model.layers[1].train()

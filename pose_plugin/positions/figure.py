@@ -1,4 +1,4 @@
-"""Coverage as a picture and as a CSV file. matplotlib is imported when the picture is drawn."""
+"""Coverage as a figure and as a CSV file. Importing this file does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pose_plugin.positions.coverage import Coverage
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
-# Solid for the first; where two samplers agree, the dashes of the later one let the earlier one be seen.
+# Where two samplers agree, the earlier line shows through the dashes of the later one.
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.2)), "-", (0, (6, 1.5, 1, 1.5)))
 
 
 def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
-    """Chance by distance, one line a sampler, as in Figure 5 of the PoSE paper (arXiv 2309.10400).
+    """Draw the chance by distance, one line per sampler, as in Figure 5 of the PoSE paper (arXiv 2309.10400).
 
     Args:
-        coverages: by the name for the legend; their targets may differ.
-        path: the file to write; its ending chooses the format (.png, .svg, .pdf).
+        coverages: by the name in the legend; their targets may differ.
+        path: the file to write; its ending selects the format (.png, .svg, .pdf).
 
     Returns:
-        the file written.
+        the path.
 
     Raises:
         PoSEError: nothing to draw, an unknown ending, or matplotlib is missing.
@@ -75,10 +75,15 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
 
 
 def write_coverage(coverages: Mapping[str, Coverage], path: str | Path, rows: int | None = None) -> Path:
-    """The same as CSV: a line a distance, a column a sampler; with `rows`, another each of expected rows.
+    """Write the same as CSV: one line per distance, one column per sampler.
+
+    Args:
+        coverages: by the name of the column.
+        path: the file to write.
+        rows: rows of the training run; adds a column per sampler with the expected rows that hold each distance.
 
     Returns:
-        the file written.
+        the path.
     """
     path = Path(path)
     reach = max(len(c.probability) for c in coverages.values())
@@ -89,6 +94,6 @@ def write_coverage(coverages: Mapping[str, Coverage], path: str | Path, rows: in
         writer = csv.writer(file)
         writer.writerow(["distance", *names])
         for distance in range(1, reach):
-            # A sampler with a nearer target says nothing about a distance beyond it.
+            # Beyond the target of a sampler, its cells stay empty.
             writer.writerow([distance, *(f"{c[distance]:.6g}" if distance < len(c) else "" for c in columns)])
     return path
