@@ -192,7 +192,7 @@ def _undoing(cache: BeaconCache | None, wanted: bool) -> Iterator[None]:
 @contextmanager
 def _own_cache(tuner: Any) -> Iterator[None]:
     """Ignore a cache_implementation in the model's own generation config. transformers refuses that of a call."""
-    # Not by an argument: transformers reads the model's config for whatever an argument leaves open.
+    # Not by an argument: transformers uses the model's config for anything that an argument leaves open.
     config = tuner.model.generation_config
     named, config.cache_implementation = config.cache_implementation, None
     try:

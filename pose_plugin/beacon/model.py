@@ -331,7 +331,7 @@ def resize(router: Router, *args: Any, **kwargs: Any) -> nn.Module:
 
 @contextmanager
 def condensing(model: Any, ratio: int | str | None = None, compression_ratio: float | None = None) -> Iterator[Any]:
-    """Condense at one ratio whatever is read in this block.
+    """Condense all texts that are read in this block at one ratio.
 
     Args:
         model: a PEFT model with a Beacon adapter.

@@ -116,30 +116,29 @@ def adapt(
     tokens: int,
     candidates: Sequence[int] = CANDIDATES,
     headroom: int = 1024,
-    memory: int = 0,
-    at_least: int = 1,
-    begun: bool = False,
+    state: StreamState = EMPTY,
 ) -> int:
-    """Return the smallest ratio with (L − l − m)·α + l ≥ tokens + headroom.
+    """Return the smallest ratio with (L − l − m)·α + l ≥ uncondensed tokens + headroom.
 
     Headroom is reserved at the beginning of a stream, and used up by what follows. So in a stream that has begun, if no
     ratio keeps the headroom free, the smallest ratio that fits is returned.
 
     Args:
         window: the sizes.
-        tokens: uncondensed tokens of the stream: those of the open interval and the new ones.
+        tokens: new tokens.
         candidates: ratios to choose from.
         headroom: tokens still to be generated.
-        memory: m, beacons in memory before.
-        at_least: ignore smaller ratios, so that a stream does not return to a finer one.
-        begun: whether the stream has condensed anything.
+        state: the stream before; smaller ratios than its last one are not used.
 
     Raises:
         PoSEError: no candidate fits.
     """
+    tokens, memory = tokens + state.pending, state.memory
     condensed, last = intervals(tokens, window.interval)
-    usable = sorted(candidate for candidate in candidates if candidate >= at_least) or [max(candidates)]
-    for free in (headroom, 0) if begun else (headroom,):
+    if not condensed:  # the ratio of an interleaved open interval, which may never be condensed
+        return max(min(candidates), state.at_least)
+    usable = sorted(candidate for candidate in candidates if candidate >= state.at_least) or [max(candidates)]
+    for free in (headroom, 0) if memory else (headroom,):
         for ratio in usable:
             if window.capacity(ratio, memory) < tokens + free:
                 continue
@@ -268,33 +267,20 @@ def plan(
                 f"{'begun' if window.interleaved else 'condensed'}; the last interval stays raw until a token follows"
             )
     elif policy == ADAPT:
-        chosen = [_adapted(window, tokens, state, candidates, headroom)] * count
+        chosen = [adapt(window, tokens, candidates, headroom, state)] * count
     elif isinstance(policy, str):
-        behind = state.memory + (window.beacons(begun[0]) if begun and condensed else 0)
-        chosen = _drawn(window, policy, count, last, candidates, rng, behind)
+        memory = state.memory + (window.beacons(begun[0]) if begun and condensed else 0)
+        own = _training_generator(window, policy, rng)
+        chosen = draw(window, count, last, candidates, own, memory, same=policy == INSTANCE)
     else:
         chosen = [check_ratio(policy, window.interval)] * count
     _check_fit(window, begun + chosen, last, state.memory)
     return begun + chosen
 
 
-def _adapted(window: BeaconWindow, tokens: int, state: StreamState, candidates: Sequence[int], headroom: int) -> int:
-    uncondensed = tokens + state.pending
-    if uncondensed <= window.interval:  # an interleaved text that ends in its first interval
-        return max(min(candidates), state.at_least)
-    memory = state.memory
-    return adapt(window, uncondensed, candidates, headroom, memory, state.at_least, begun=memory > 0)
-
-
-def _drawn(
-    window: BeaconWindow,
-    policy: str,
-    count: int,
-    last: int,
-    candidates: Sequence[int],
-    rng: Callable[[], np.random.Generator] | None,
-    memory: int,
-) -> list[int]:
+def _training_generator(
+    window: BeaconWindow, policy: str, rng: Callable[[], np.random.Generator] | None
+) -> np.random.Generator:
     if policy not in TRAINING_POLICIES:
         raise PoSEError(
             f"ratio: {policy!r} is not known; use 'adapt' or a whole number ≥ 2 that divides the interval of "
@@ -302,7 +288,7 @@ def _drawn(
         )
     if rng is None:
         raise PoSEError(f"ratio: {policy!r} draws ratios, which only training does; use 'adapt' or a number here")
-    return draw(window, count, last, candidates, rng(), memory, same=policy == INSTANCE)
+    return rng()
 
 
 def _check_fit(window: BeaconWindow, ratios: list[int], last: int, memory: int) -> None:

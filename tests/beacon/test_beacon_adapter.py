@@ -310,8 +310,9 @@ def test_the_bare_model_refuses_a_beacon_cache():
     with pytest.raises(PoSEError, match="a BeaconCache was given to the bare model"):
         make_base()(make_ids(4), past_key_values=cache, use_cache=True)
     model = make_beacon()
-    with model.disable_adapter(), pytest.raises(PoSEError, match="a BeaconCache was given to the bare model"):
-        model(make_ids(4), past_key_values=cache)
+    for read in (lambda ids: model(ids, past_key_values=cache), model.condense):
+        with model.disable_adapter(), pytest.raises(PoSEError, match="a BeaconCache was given to the bare model"):
+            read(make_ids(4))
 
 
 BAD = [

@@ -1,4 +1,4 @@
-"""The documents of example_configs/beacon/quickstart_data.py: what beacons are taught with and judged on."""
+"""The documents of example_configs/beacon/quickstart_data.py, for training and judging."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer(example):
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(example.QUICKSTART / "base")
 
 
-def test_a_document_is_one_fact_said_again_and_again(example, tokenizer):
+def test_a_document_repeats_one_fact(example, tokenizer):
     documents, rng = example.FactDocuments(tokenizer), random.Random(1)
     for length in (80, 96, 192, 384, 1024):
         gap = example.FAR if length == 1024 else (8, max(20, min(150, length - 90)))
@@ -39,11 +39,11 @@ def test_a_document_is_one_fact_said_again_and_again(example, tokenizer):
         assert len(ids) == length and places
         assert {tokenizer.decode([ids[at]]) for at in places} == {key}
         assert text.count(f"What is the pass key? The pass key is {key}\n") + text.endswith(f"is {key}") == len(places)
-        # Every digit of the text is the key, so that nothing else tells of another.
+        # Every digit of the text is the key.
         assert {letter for letter in text if letter.isdigit()} == {key}
 
 
-def test_judged_facts_stand_outside_of_each_others_window(example, tokenizer):
+def test_judged_facts_are_more_than_a_window_apart(example, tokenizer):
     documents, rng = example.FactDocuments(tokenizer), random.Random(2)
     for _ in range(20):
         ids, places = documents.draw(1024, example.FAR, rng)
@@ -53,7 +53,7 @@ def test_judged_facts_stand_outside_of_each_others_window(example, tokenizer):
         assert all(after - at > 128 for at, after in itertools.pairwise([before[-1], *places]))
 
 
-def test_keys_are_drawn_evenly_and_sentences_are_whole(example, tokenizer):
+def test_all_keys_are_drawn_and_sentences_are_whole(example, tokenizer):
     documents, rng = example.FactDocuments(tokenizer), random.Random(3)
     drawn = [documents.draw(192, example.NEAR, rng) for _ in range(200)]
     assert {tokenizer.decode([ids[places[0]]]) for ids, places in drawn} == set("123456789")

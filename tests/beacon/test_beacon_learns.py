@@ -1,4 +1,4 @@
-"""Beacons learn to carry what has left the window."""
+"""Beacons learn to remember what left the window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def documents(rows: int, tokens: int, rng: torch.Generator) -> torch.Tensor:
 
 
 def trained_base(rng: torch.Generator) -> LlamaForCausalLM:
-    """A model that finds out within its window what a text is about; it never saw more than 24 tokens."""
+    """Return a model that recognises a text's word within its window; it was trained on 24 tokens at most."""
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=32,
@@ -46,15 +46,14 @@ def trained_base(rng: torch.Generator) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def loss_behind(model, memory: torch.Tensor | None, text: torch.Tensor) -> float:
-    """Loss of a text's tokens 34-36, with `memory` (or nothing) read before token 33."""
+    """Return the loss of a text's tokens 34-36, with `memory` (or nothing) read before token 33."""
     cache = BeaconCache() if memory is None else model.condense(memory)
     logits = model(text[:, 32:36], past_key_values=cache).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 33:36].flatten()).item()
 
 
-def test_memory_predicts_better_than_none_or_anothers():
-    """Two intervals of 16 are condensed when token 33 is read, so all that a text's next tokens can be guessed from is
-    in eight beacons."""
+def test_own_memory_predicts_better_than_none_or_another():
+    """Two intervals of 16 are condensed when token 33 is read, so only eight beacons can predict the next tokens."""
     rng = torch.Generator().manual_seed(0)
     base = trained_base(rng)
     model = get_peft_model(base, BeaconConfig(interval=16, window=64, headroom=0, ratio=4))
@@ -79,4 +78,4 @@ def test_memory_predicts_better_than_none_or_anothers():
     assert own < alone - 0.25
     assert own < before - 0.15
     assert anothers > own + 0.4
-    assert loss_behind(model, None, judged) == alone  # a short text reads as it did
+    assert loss_behind(model, None, judged) == alone  # short texts are unchanged

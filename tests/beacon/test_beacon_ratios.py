@@ -61,15 +61,14 @@ def test_adapt_takes_the_smallest_that_is_enough(ratio, tokens):
 
 def test_adapt_uses_the_headroom_of_a_stream_that_has_begun():
     """A stream keeps its ratio while that fits, then uses larger ones, and does not return to a smaller one."""
-    assert adapt(LLAMA, 2048, memory=2048) == 2
-    assert adapt(LLAMA, 2048, memory=2560) == 4
-    assert adapt(LLAMA, 2048, memory=0, at_least=16) == 16
-    with pytest.raises(PoSEError, match="behind 3064 beacons"):
-        adapt(LLAMA, 2048, memory=3064)
+    assert adapt(LLAMA, 2048, state=StreamState(memory=2048)) == 2
+    assert adapt(LLAMA, 2048, state=StreamState(memory=2560)) == 4
+    assert adapt(LLAMA, 1048, state=StreamState(memory=2560, pending=1000)) == 4
+    assert adapt(LLAMA, 2048, state=StreamState(at_least=16)) == 16
     # Later calls may use what the first call kept free.
-    assert adapt(LLAMA, 2048, memory=3064, begun=True) == 128
+    assert adapt(LLAMA, 2048, state=StreamState(memory=3064)) == 128
     with pytest.raises(PoSEError, match="behind 3072 beacons"):
-        adapt(LLAMA, 1025, memory=3072, begun=True)
+        adapt(LLAMA, 1025, state=StreamState(memory=3072))
 
 
 def test_a_full_window_raises():

@@ -1,4 +1,4 @@
-"""Random models of two layers, one for each architecture and kind of RoPE that is tested."""
+"""Random models of two layers for each tested architecture and kind of RoPE."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def make_base(architecture: str = "llama", attention: str = "sdpa", rope: str = "default", **changes: Any) -> Any:
-    """The same weights at every call. Vocabulary 64, window 128, two key-value heads under four query heads."""
+    """Return a base with the same weights at every call: vocabulary 64, window 128, 4 query and 2 key-value heads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values: dict[str, Any] = {
@@ -66,12 +66,12 @@ def make_base(architecture: str = "llama", attention: str = "sdpa", rope: str = 
 
 
 def make_config(**changes: Any) -> BeaconConfig:
-    """Interval 8, ratio 4, no headroom."""
+    """Return a config with interval 8, ratio 4, no headroom."""
     return BeaconConfig(**{"interval": 8, "ratio": 4, "headroom": 0, **changes})
 
 
 def make_beacon(architecture: str = "llama", attention: str = "sdpa", rope: str = "default", **changes: Any) -> Any:
-    """A PEFT model whose beacon weights differ from the base's, as after training."""
+    """Return a PEFT model whose beacon weights differ from the base's, as after training."""
     model = get_peft_model(make_base(architecture, attention, rope), make_config(**changes))
     unlike_base(model)
     return model.eval()
