@@ -219,8 +219,8 @@ class Server:
         if isinstance(error, openai.APIStatusError):
             self._reached = True
             return self._of_status(error)
-        if isinstance(cause, asyncio.TimeoutError) or isinstance(error, openai.APITimeoutError):
-            # The client repeats a request after silence; too slow an answer it does not.
+        if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
+            # The openai client has repeated the request after silence, but not after an answer that was too slow.
             reason = f"no answer within {settings.timeout:g} s (--timeout)"
             return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
         if isinstance(error, openai.APIConnectionError):
