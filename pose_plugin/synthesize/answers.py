@@ -74,7 +74,7 @@ def parse(content: str, form: type[Form]) -> Form:
     Raises:
         UnusableError: there is no JSON of this form.
     """
-    reason = "it holds no JSON object"
+    reason = "its JSON is broken or cut off" if "{" in content else "it holds no JSON object"
     for value, whole in _values(content):
         for each in _objects(value):
             if whole and form.model_fields.keys() & each.keys():
@@ -128,10 +128,13 @@ def _values(content: str) -> Iterator[tuple[Any, bool]]:
             # strict=False, because small models write line breaks into strings.
             value, place = json.JSONDecoder(strict=False).raw_decode(text, place)
             yield value, True
-        except (ValueError, RecursionError):
-            with suppress(ValueError):
-                yield from_json(text[place:], allow_partial=True), False
-                return
+        except RecursionError:
+            return  # nested beyond any answer; each of its brackets would be tried in vain
+        except json.JSONDecodeError as error:
+            if error.pos >= len(text) or error.msg.startswith("Unterminated string"):
+                with suppress(ValueError):
+                    yield from_json(text[place:], allow_partial=True), False
+                    return
             place += 1  # a bracket in prose, or broken JSON, in which objects may be whole
 
 

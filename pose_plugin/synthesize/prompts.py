@@ -1,4 +1,4 @@
-"""What the writing model is told. Whoever changes a word raises VERSION; answers to old words are not used again."""
+"""Prompts for the model that writes. Raise VERSION with each change: answers to other prompts are not reused."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ BIOGRAPHY_FORM = '{"biography": "…"}'
 
 AGAIN = "\n\nAn earlier answer could not be used: {reason}. Answer again, in full."
 
-# How documents are laid out in a training row.
+# The layout of documents in a training row.
 SEVERAL = "Document {number}:\n\n{text}"
 ROW = "{text}\n\n{question}"
 
 
 def prompt(texts: list[str], *tasks: str, form: str) -> str:
-    """A request: rules, the texts, what to do.
+    """Build the text of a request from rules, texts and instructions.
 
     Args:
-        texts: documents or passages, markers already split.
-        tasks: sentences of what to write.
+        texts: documents or passages, with their markers split.
+        tasks: what to write.
         form: the JSON that is wanted.
     """
-    # A text cannot close its tag: the name is made from the text itself.
+    # The tag is named after the texts' hash, so that no text can close it.
     name = hashlib.sha256("\0".join(texts).encode("utf-8")).hexdigest()[:12]
     inside = [f'<document id="{name}-{i}">\n{text}\n</document id="{name}-{i}">' for i, text in enumerate(texts, 1)]
     return "\n\n".join([RULES, *inside, *tasks, FORM.format(form=form)])
 
 
 def fingerprint() -> str:
-    """sha256 over every word above, so that a manifest tells prompts apart even if VERSION was forgotten."""
+    """Return the sha256 of all prompts, so that a manifest distinguishes them even if VERSION was not raised."""
     words = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)}
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode("utf-8")).hexdigest()

@@ -1,7 +1,7 @@
-"""Quotes are looked up in texts by their letters and digits alone, and what is kept is the text's own span.
+"""Look up quotes in texts by their letters and digits only, and return where they are in the text.
 
-A model that copies in good faith still changes line breaks, hyphens at their ends, kinds of spaces, quotation marks and
-dashes, case, Markdown, and leaves out footnote numbers, or words between dots. None of it makes a quote untrue.
+A faithful copy may still have other line breaks, hyphens at line ends, spaces, quotation marks, dashes, case and
+Markdown. Footnote numbers may be missing, and dots may replace words. None of this makes a quote wrong.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import unicodedata
 from array import array
 from dataclasses import dataclass
 
-# Addresses of Markdown links, and footnote numbers.
+# Footnote numbers; and with them the addresses of Markdown links.
 _NOTE = re.compile(r"\[\d{1,3}\]")
 _ASIDE = re.compile(r"(?<=\])\([^()\s]*\)|" + _NOTE.pattern)
 _LEFT_OUT = re.compile(r"[\[(]\s*(?:\.{3}|…)\s*[\])]|\.(?:\s?\.){2,}|…")
-# Letters between the parts of a quote from which words were left out.
+# Most letters between two parts of a quote that are joined by dots.
 _NEAR = 1000
-# Of the plain form, where they stand within numbers only.
+# Marks of the plain form, which has them within numbers only.
 _IN_NUMBERS = (".", ",")
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Where a quote stands: characters from `start` to `end` of text number `text`."""
+    """The place of a quote: characters `start` to `end` of text number `text`."""
 
     text: int
     start: int
@@ -34,8 +34,8 @@ class Finder:
     """Finds quotes in texts.
 
     Args:
-        texts: what is shown to the model that writes.
-        starts: where each begins in its document; 0 unless it is a piece of one.
+        texts: the texts that the model was shown.
+        starts: the place of each in its document; 0 unless it is a piece of one.
     """
 
     def __init__(self, texts: list[str], starts: list[int] | None = None) -> None:
@@ -44,13 +44,13 @@ class Finder:
         self._plain = [_plain(text) for text in texts]
 
     def any(self, quotes: list[str]) -> list[Span]:
-        """The spans of quotes that are there and long enough to prove something, in order, none twice."""
+        """Return the places of quotes that are in the texts and long enough to prove something, in order, each once."""
         return sorted({span for quote in quotes for span in self._spans(quote)})
 
     def apart(self, quotes: list[str]) -> list[Span]:
-        """The same if they come from two texts, or from places in one that are apart; else none.
+        """Return the same if they come from two texts, or from distant places in one; else nothing.
 
-        That is a twentieth of the text, at most 2000 characters.
+        Distant is a twentieth of the text, at most 2000 characters.
         """
         spans = self.any(quotes)
         if not spans or spans[0].text != spans[-1].text:
@@ -59,7 +59,7 @@ class Finder:
         return spans if spans[-1].start - spans[0].start >= least else []
 
     def several(self, quotes: list[str]) -> list[Span]:
-        """The same if they come from at least two texts; else none."""
+        """Return the same if they come from at least two texts; else nothing."""
         spans = self.any(quotes)
         return spans if len({span.text for span in spans}) > 1 else []
 
@@ -75,9 +75,9 @@ class Finder:
         return []
 
     def _in_order(self, number: int, parts: list[str], notes: list[str]) -> list[Span]:
-        """All parts of a quote, one after the other and near, or none.
+        """Find all parts of a quote, in order and close to each other, or nothing.
 
-        Footnote numbers may be left out; those that a quote has must be the text's.
+        Footnote numbers may be missing, but those in a quote must be the text's.
         """
         plain, _ = self._plain[number]
         first = self._find(number, parts[0], 0, len(plain))
@@ -97,7 +97,7 @@ class Finder:
         return []
 
     def _find(self, number: int, part: str, start: int, end: int) -> int:
-        """Where a part stands in whole words and numbers, or -1: "able" is not in "unable", nor 5 in 15 or 3.5."""
+        """Find a part in whole words and numbers, or return -1: "able" is not in "unable", nor 5 in 15 or 3.5."""
         plain, offsets = self._plain[number]
         text = self._texts[number]
         place = plain.find(part, start, end)
@@ -119,19 +119,19 @@ class Finder:
 
 
 def _one_word(pair: str) -> bool:
-    """Two letters of a script with capitals, which parts words, or two digits."""
+    """Whether two characters belong to one word: letters of a script with capitals, or digits."""
     return len(pair) == 2 and (pair.isdigit() or all(letter.upper() != letter.lower() for letter in pair))
 
 
 def _proves(quote: str) -> bool:
-    """Not a name, which is found anywhere: 8 letters, and three words in scripts with capitals, which part words."""
+    """Whether a quote has 8 letters, and three words in scripts with capitals. A name is found anywhere."""
     return len(_plain(quote)[0]) >= 8 and (len(quote.split()) >= 3 or quote.upper() == quote.lower())
 
 
 def _plain(text: str) -> tuple[str, array[int]]:
-    """(letters and digits in one form, for each its place in the text).
+    """Return (letters and digits in a normal form, the place of each in the text).
 
-    Full stops and commas within numbers stay, or 3.5 would be 35; marks on letters stay, as in many scripts they are
+    Full stops and commas within numbers stay, or 3.5 would be 35. Marks on letters stay: in many scripts they are
     vowels.
     """
     aside = {place for match in _ASIDE.finditer(text) for place in range(*match.span())}

@@ -216,25 +216,22 @@ class Server:
     def _translated(self, error: Exception) -> Exception:
         openai, settings = self._openai, self._settings
         cause = error.__cause__ or error
-        if isinstance(error, openai.APIStatusError):
-            self._reached = True
-            return self._of_status(error)
-        if isinstance(cause, asyncio.TimeoutError) or isinstance(error, openai.APITimeoutError):
-            # The client repeats a request after silence; too slow an answer it does not.
-            reason = f"no answer within {settings.timeout:g} s (--timeout)"
-            return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
-        if isinstance(error, openai.APIConnectionError):
-            why = self._clean(f"{type(cause).__name__}: {cause}")
-            # By name, because versions of the client connect with different libraries.
-            if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
-                self._reached = True
-                return FaultError(why)
+        why = self._clean(f"{type(cause).__name__}: {cause}")
+        # By name, because versions of the openai client connect with different libraries.
+        if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             missing = f"no connection to {self.address} ({why})"
             if self._reached:
                 return FaultError(missing)
             tries = settings.retries + 1
             return StopError(f"{missing} in {tries} tries (--retries); start the server there, or correct --base-url")
-        return error
+        if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
+            # The openai client has repeated the request after silence, but not after an answer that was too slow.
+            reason = f"no answer within {settings.timeout:g} s (--timeout)"
+            return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
+        self._reached = True
+        if isinstance(error, openai.APIStatusError):
+            return self._of_status(error)
+        return FaultError(why) if isinstance(error, openai.APIError) else error
 
     def _of_status(self, error: Any) -> Exception:
         status, body = error.status_code, error.body if isinstance(error.body, dict) else {}

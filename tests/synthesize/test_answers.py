@@ -43,7 +43,9 @@ def test_answers_that_are_found(content):
         ('{"biography": "x', "its JSON is broken or cut off"),
         ('{"life": "x"}', "its JSON has none of the names biography"),
         ('{"biography": 3}', "biography: Input should be a valid string"),
-        ("[" * 5000 + '{"biography":', "its JSON is broken or cut off"),
+        ("[" * 100000 + '{"biography":', "its JSON is broken or cut off"),
+        ('{"a":' * 5000, "its JSON is broken or cut off"),
+        ("{" * 10000, "its JSON is broken or cut off"),
     ],
 )
 def test_answers_that_are_not(content, message):

@@ -109,7 +109,9 @@ def test_a_key_that_the_server_repeats_is_written_nowhere(one_book, tmp_path, ca
     assert "SECRET" not in written.replace(" ", "") and "[key]" in written
 
 
-def test_a_limit_ends_a_request(tmp_path):
+@pytest.mark.parametrize("limit", ["timeout", "total"])
+def test_a_limit_ends_a_request(tmp_path, limit):
+    """Silence ends it after --timeout seconds; for a server that sends single bytes there is a limit on the whole."""
     with faulty(fault_for=lambda body: "slow") as proxy:
         settings = Settings(
             inputs=(),
@@ -124,6 +126,8 @@ def test_a_limit_ends_a_request(tmp_path):
 
         async def ask():
             server = servers.Server(settings, "none")
+            if limit == "total":
+                server._client.timeout = None
             try:
                 await server.ask("?", Questions, 0)
             finally:

@@ -10,7 +10,8 @@ import pytest
 
 from pose_plugin.cli import synthesize
 from pose_plugin.cli.main import main
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.select import assign, collect
+from pose_plugin.synthesize.settings import Settings, parse_settings
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import lines, manifest
 from tests.synthesize.server import Server
@@ -80,3 +81,21 @@ def test_the_yaml_is_what_axolotl_was_given():
     assert yaml.safe_load(block) == {
         "datasets": [{"path": "data/train.jsonl", "ds_type": "json", "type": "chat_template"}]
     }
+
+
+def test_the_recipes_rows_at_full_length(tmp_path):
+    """The options of docs/recipe_80k.md make rows of 64K to 80K tokens in each task, from documents of all lengths."""
+    pytest.importorskip("sklearn")
+    (line,) = blocks(ROOT / "docs" / "recipe_80k.md", "sh")
+    words = shlex.split(line.replace("\\\n", " "))[2:]
+    lengths = [70000, 72000, 68000, 30000, 5700, 500, *[2500] * 40]
+    for number, length in enumerate(lengths):
+        (tmp_path / f"{number}.txt").write_text(story(number, length))
+    parser = argparse.ArgumentParser()
+    synthesize.add_arguments(parser)
+    given = vars(parser.parse_args([str(tmp_path), *words[1:]]))
+    settings = parse_settings({name: given[name] for name in Settings.model_fields if given[name] is not None})
+    items = assign(collect(settings, byte_tokenizer()), settings)
+    assert {item.task for item in items} == {"single", "multi", "compare"}
+    assert all(65536 <= item.tokens <= 79360 for item in items if item.task != "compare")
+    assert max(item.tokens for item in items if item.task == "compare") > 65536

@@ -107,6 +107,20 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
     assert found["rows"]["count"] == len(lines(tmp_path / "train.jsonl"))
 
 
+def test_a_second_interrupt_ends_at_once(place, tmp_path):
+    """What arrived before is on disk."""
+    with faulty(hold_after=4) as proxy:
+        process = start(arguments(place, tmp_path, proxy.url, *TASKS))
+        wait_for(lambda: count_lines(tmp_path / "journal.jsonl") == 4 and proxy.held == 3, process)
+        process.send_signal(signal.SIGINT)
+        while b"interrupt again to end at once" not in (line := process.stderr.readline()):
+            assert line, "it ended after the first interrupt"
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 130
+        assert count_lines(tmp_path / "journal.jsonl") == 4 and len(proxy.log) == 7
+
+
 def test_two_runs_in_one_folder(place, tmp_path, capsys):
     pytest.importorskip("fcntl")
     answers = Answers(tmp_path / "journal.jsonl", write=True)
