@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the settings model.   python docs/make_options.py"""
+"""Write docs/options.md from the settings: python docs/make_options.py"""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 from pose_plugin import BeaconConfig
 from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings
+from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 
 HEAD = """# Options
 
-Keys of the `pose:` block in an Axolotl YAML, and keyword arguments of `PoSECollator`. Unknown keys are refused. This
-page is written by `docs/make_options.py` from the settings themselves.
+These are the keys of the `pose:` block in an Axolotl YAML, and the keyword arguments of `PoSECollator`. An unknown key
+raises an error. `L_t` is the wanted window, `L_c` the trained one, `L_0` the one of the base model. The script
+`docs/make_options.py` writes this page from the settings.
 
 """
 
@@ -21,7 +23,8 @@ def table(model: type) -> str:
     lines = ["| key | default | type | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():  # type: ignore[attr-defined]
         default = "required" if field.is_required() else _text(field.get_default(call_default_factory=True))
-        kind = ", ".join(f"`{each}`" for each in KINDS) if name == "type" else _type(field.annotation)
+        names = {"type": list(KINDS), "sampler": list(SAMPLERS)}.get(name)
+        kind = ", ".join(f"`{each}`" for each in names) if names else _type(field.annotation)
         lines.append(f"| `{name}` | {default} | {kind} | {field.description} |")
     return "\n".join(lines)
 

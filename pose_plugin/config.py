@@ -1,7 +1,7 @@
-"""The settings of every door: the Axolotl `pose:` block, `PoSECollator` and the command line.
+"""The settings of the Axolotl `pose:` block, of `PoSECollator` and of the command line.
 
-Symbols used throughout the package: `L_c` is the trained window (`train_length`), `L_t` the wanted
-window (`target_length`), `L_0` the window the base model was made with (`original_length`).
+Symbols of the whole package, in tokens: `L_c` is the trained window (`train_length`), `L_t` the wanted window
+(`target_length`), `L_0` the window that the base model was pretrained with (`original_length`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 # The upper end is what a position can be on every backend, 32-bit kernels included.
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
-# A quoted "no" in a YAML is a text, and guessing what it means would be guessing.
+# A quoted "no" in a YAML is a string, and pydantic would silently read it as false.
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -55,26 +55,34 @@ class RopeSettings(_Strict):
     Every field but `type` has a default that follows from the base model's config and `target_length`.
     """
 
-    type: str = Field(
-        "yarn", description="the kind; auto compares advice on the base and picks one, none keeps the frequencies"
-    )
+    type: str = Field("yarn", description="the kind; auto selects one for the base model, none keeps the frequencies")
     factor: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="s, the stretch; default target_length / original_length"
+        None, description="s, how far to stretch; default: target_length / original_length"
     )
     theta: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="the new RoPE base, for `type: base` (required there)"
+        None, description="the new RoPE base; required with `type: base`"
     )
     original_length: PositiveInt | None = Field(
-        None, description="L_0 in tokens; default: what the base model's config says"
+        None, description="L_0 in tokens; default: from the base model's config"
     )
-    beta_fast: Annotated[float, Field(gt=0)] = Field(32.0, description="yarn: rotations above which a dim is kept")
-    beta_slow: Annotated[float, Field(gt=0)] = Field(1.0, description="yarn: rotations below which a dim is divided")
+    beta_fast: Annotated[float, Field(gt=0)] = Field(
+        32.0, description="yarn: dimensions that rotate more often than this within L_0 are kept"
+    )
+    beta_slow: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="yarn: dimensions that rotate less often than this within L_0 are divided by s"
+    )
     attention_factor: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="yarn, longrope: the scale of cos and sin; default by the paper's formula"
+        None, description="yarn, longrope: the scale of cos and sin; default: the paper's formula"
     )
-    low_freq_factor: Annotated[float, Field(gt=0)] = Field(1.0, description="llama3")
-    high_freq_factor: Annotated[float, Field(gt=0)] = Field(4.0, description="llama3")
-    factors_file: str | None = Field(None, description="longrope: JSON with long_factor and short_factor lists")
+    low_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="llama3: wavelengths above L_0 / low_freq_factor are divided by s"
+    )
+    high_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="llama3: wavelengths below L_0 / high_freq_factor are kept"
+    )
+    factors_file: str | None = Field(
+        None, description="longrope: a JSON file with the lists long_factor and short_factor"
+    )
 
     @field_validator("type")
     @classmethod
@@ -166,8 +174,8 @@ class PoSESettings(_Strict):
         None,
         description="L_c, the trained window in tokens; default: Axolotl's sequence_len, or each row's own length",
     )
-    rope: RopeSettings = Field(RopeSettings(), description="how the frequencies are stretched")
-    sampler: SamplerName = Field("pose", description="where the chunks of a window are put")
+    rope: RopeSettings = Field(RopeSettings(), description="how the RoPE frequencies are stretched")
+    sampler: SamplerName = Field("pose", description="how a window is cut into chunks, and how far each chunk is moved")
     chunks: PositiveInt = Field(
         2, description=f"N, the chunks of a window (samplers {', '.join(names_with('chunks'))})"
     )
@@ -176,17 +184,21 @@ class PoSESettings(_Strict):
     )
     content: ContentMode = Field(
         "contiguous",
-        description="which tokens of a document longer than train_length are read: its head (contiguous), one piece "
-        "from anywhere (window), a piece a chunk (skip), or each chunk's text from where its positions say (aligned)",
+        description="what is read of a document longer than train_length: its beginning (contiguous), one random span "
+        "(window), one span per chunk (skip), or spans at their true offsets (aligned)",
     )
-    mask_seam: Switch = Field(True, description="no loss on a token whose predecessor was skipped (content skip)")
-    unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of rows left plain")
+    mask_seam: Switch = Field(
+        True, description="no loss on a token whose predecessor is left out (content skip or aligned)"
+    )
+    unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of rows that keep plain positions"
+    )
     target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
-        0, description="sample up to target_length + margin, since the last L_c distances are rarest"
+        0, description="positions beyond target_length to draw as well, because the last L_c distances are rarest"
     )
-    seed: StrictInt = Field(0, description="positions are a function of (seed, epoch, the document's tokens)")
-    self_test: Switch = Field(True, description="prove on the first batch that the chunks see each other")
-    # Not part of what a saved folder records: it changes nothing that is trained, and names files of this machine.
+    seed: StrictInt = Field(0, description="positions depend on (seed, epoch, the document's tokens)")
+    self_test: Switch = Field(True, description="check before the first step that the chunks see each other")
+    # Saved folders do not record it: it does not change the training, and it names files on this machine.
     evaluate: EvaluateSettings | None = Field(
         None, exclude=True, description="retrieval and perplexity by length, measured while training"
     )
@@ -218,8 +230,8 @@ class PoSESettings(_Strict):
             )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
-                f"content={self.content} takes a window out of a longer document and needs train_length, "
-                "the window's tokens"
+                f"content={self.content} reads spans of documents longer than train_length, which is missing; set "
+                "train_length to the window's tokens"
             )
         return self
 
@@ -244,14 +256,14 @@ class PoSESettings(_Strict):
 
 
 def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -> PoSESettings:
-    """Validates a mapping of settings.
+    """Validate settings.
 
     Args:
         values: the `pose:` block or keyword arguments.
-        where: the name put before each key in messages, e.g. "pose" for the YAML block.
+        where: what to write before each key in messages, e.g. "pose" for the YAML block.
 
     Raises:
-        PoSEError: naming each offending key, its value, the limit and the way out.
+        PoSEError: one line per wrong key, with its value, the limit and the fix.
     """
     if isinstance(values, PoSESettings):
         return values
@@ -264,6 +276,7 @@ def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -
 
 
 def _sentence(item: Any, where: str) -> str:
+    """Return one of pydantic's errors in the words of a user: the full key, the value, the limit, the meaning."""
     path = [str(part) for part in item["loc"]]
     blocks: dict[str, type[BaseModel]] = {"rope": RopeSettings, "evaluate": EvaluateSettings}
     model = blocks.get(path[0], PoSESettings) if len(path) > 1 else PoSESettings
