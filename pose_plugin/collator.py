@@ -227,25 +227,13 @@ class PositionCollator:
             rows: the windows of each row.
             packed: whether rows hold several documents.
         """
-        input_ids = batch["input_ids"]
-        given = batch.pop("position_ids", None)
-        if given is not None and given.ndim == 3:
-            raise PoSEError(
-                f"the inner collator returns position_ids of shape {tuple(given.shape)}: multimodal (3-D) "
-                f"positions cannot be skipped. Train a text-only model, or a text-only checkpoint of this one"
-            )
+        shape = batch["input_ids"].shape
         # A padding-free collator stacks all rows into one.
-        if input_ids.shape[0] == 1 and len(rows) > 1:
+        if shape[0] == 1 and len(rows) > 1:
             rows, packed = [[window for row in rows for window in row]], True
-        if packed and self.training and self.packs is False:
-            raise PoSEError(
-                f"rows are packed (by a column seq_lengths, or by the collator {type(self.collate).__name__}), but the "
-                "trainer is not set up for packed rows, and chunks would be cut apart. Let the trainer pack (Axolotl: "
-                "sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
-            )
-        length = input_ids.shape[1]
-        positions = torch.empty(input_ids.shape, dtype=torch.int64)
-        mask = torch.zeros(input_ids.shape, dtype=torch.int64)
+        self._require_fitting(batch.pop("position_ids", None), packed)
+        positions = torch.empty(shape, dtype=torch.int64)
+        mask = torch.zeros(shape, dtype=torch.int64)
         labels = batch.get("labels")
         if self.settings.mask_seam and labels is not None:
             # A collator may return the tokens themselves as labels, or a view of the data set's memory.
@@ -255,7 +243,7 @@ class PositionCollator:
             begin = self._first_token(batch, row, size, packed)
             # Padding counts from 0: without a mask, it then is a separate document.
             positions[row, :begin] = torch.arange(begin)
-            positions[row, begin + size :] = torch.arange(length - begin - size)
+            positions[row, begin + size :] = torch.arange(shape[1] - begin - size)
             mask[row, begin : begin + size] = 1
             for window in windows:
                 end = begin + len(window.position_ids)
@@ -269,6 +257,20 @@ class PositionCollator:
             return _one_row(batch) if self.one_row else batch
         batch["attention_mask"] = mask
         return batch
+
+    def _require_fitting(self, given: torch.Tensor | None, packed: bool) -> None:
+        """Raise PoSEError if the inner collator's positions or packing cannot be trained with skips."""
+        if given is not None and given.ndim == 3:
+            raise PoSEError(
+                f"the inner collator returns position_ids of shape {tuple(given.shape)}: multimodal (3-D) "
+                f"positions cannot be skipped. Train a text-only model, or a text-only checkpoint of this one"
+            )
+        if packed and self.training and self.packs is False:
+            raise PoSEError(
+                f"rows are packed (by a column seq_lengths, or by the collator {type(self.collate).__name__}), but the "
+                "trainer is not set up for packed rows, and chunks would be cut apart. Let the trainer pack (Axolotl: "
+                "sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
+            )
 
     def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:
         """Return the column at which the row's tokens begin, after any padding on the left."""
@@ -345,7 +347,7 @@ def _cut(feature: Feature, window: Window) -> Feature:
     if "labels" in feature and not _per_token(feature["labels"], size):
         raise PoSEError(
             f"one sample has {size} input_ids and {np.size(feature['labels'])} labels; give every token a label, "
-            f"{IGNORED_LABEL} where there is no loss"
+            f"{IGNORED_LABEL} for no loss"
         )
     whole = len(window.content) == size
     result = {}

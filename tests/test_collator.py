@@ -1,4 +1,4 @@
-"""What a batch holds, tensor by tensor; one mode a test."""
+"""What a batch holds, tensor by tensor; one mode per test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ W6, W3, W4 = window([0, 1, 2, 13, 14, 15]), window([0, 9, 10]), window([0, 1, 2,
 
 
 def fixed(*windows):
-    """Windows in the documents' order, so that a test can write the tensors out."""
+    """Return windows in the documents' order, so that a test can write the tensors out."""
     return lambda documents: list(windows)
 
 
@@ -41,13 +41,13 @@ def rows(*documents, **columns):
 
 
 def lists(batch):
-    # TRL 1.16 adds what FlashAttention takes (cu_seq_lens_q, …) to padding-free rows.
+    # TRL 1.16 adds arguments of FlashAttention (cu_seq_lens_q, …) to padding-free rows.
     core = ("input_ids", "labels", "attention_mask", "position_ids")
     return {key: batch[key].tolist() for key in core if key in batch}
 
 
 def stack_packs(packs, **kwargs):
-    """What Axolotl's multipack collator does: each pack becomes one row."""
+    """Join each pack into one row, as Axolotl's multipack collator does."""
     joined = [{key: [value for d in pack for value in d[key]] for key in ("input_ids", "labels")} for pack in packs]
     width = max(len(row["input_ids"]) for row in joined)
     filled = {"input_ids": 0, "labels": -100}
@@ -80,7 +80,7 @@ def test_the_examples_of_the_docstring():
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-# --- one document a row ----------------------------------------------------------------------------------
+# --- one document per row --------------------------------------------------------------------------------
 
 
 def test_right_padding():
@@ -117,7 +117,7 @@ def test_padding_to_a_multiple(side):
 
 
 @pytest.mark.parametrize("side, expected", [("right", [[0, 9, 10, 0, 1, 2]]), ("left", [[0, 1, 2, 0, 9, 10]])])
-def test_padding_side_decides_where_the_inner_collator_returns_no_mask(side, expected):
+def test_padding_side_is_used_if_the_inner_collator_returns_no_mask(side, expected):
     def padded(features, **kwargs):
         ids = features[0]["input_ids"]
         return {"input_ids": torch.tensor([ids + [0] * 3 if side == "right" else [0] * 3 + ids])}
@@ -159,7 +159,7 @@ def trl_language_modeling(**options):
 def test_inner_collators_agree(inner, extra):
     make = inner()
     features = rows(SIX, THREE)
-    # Hugging Face's language modelling collator takes its labels from the tokens, and stacks no list of its own.
+    # Hugging Face's language modelling collator makes labels from the tokens, and cannot stack a column of labels.
     for feature in features:
         if inner is language_modeling:
             del feature["labels"]
@@ -174,7 +174,7 @@ def test_inner_collators_agree(inner, extra):
     }
 
 
-def test_labels_are_those_of_the_tokens_not_shifted():
+def test_labels_are_not_shifted():
     drawn = collator(train_length=8, content="skip", mask_seam=False)(rows(range(40, 100)))
     assert drawn["labels"].tolist() == drawn["input_ids"].tolist()
 
@@ -203,8 +203,8 @@ def test_packs_as_lists():
     }
 
 
-def test_packs_one_behind_the_other():
-    """As FlashAttention needs them: what pads one row stands between the documents, counting from 0."""
+def test_packs_joined_into_one_row():
+    """As FlashAttention needs them. The padding of a row becomes a document between the others, counting from 0."""
     one_row = collator(stack_packs)
     one_row.one_row = True
     batch = one_row.assemble([rows(SIX, THREE), rows(FOUR)], fixed(W6, W3, W4))
@@ -238,7 +238,7 @@ def test_seq_lengths():
     batch = collator(trl_language_modeling(padding_free=True)).assemble([feature, other], fixed(W6, W3, W4))
     assert lists(batch) == {
         "input_ids": [SIX + THREE + FOUR],
-        # TRL gives the first token of a document no loss: nothing before it tells of it.
+        # TRL masks the first token of each document, because nothing before it predicts it.
         "labels": [[-100, 11, 12, 13, 14, 15, -100, 21, 22, -100, 31, 32, 33]],
         "position_ids": [[0, 1, 2, 13, 14, 15, 0, 9, 10, 0, 1, 2, 7]],
     }
@@ -285,7 +285,7 @@ def test_a_document_has_the_same_positions_packed_or_not():
     assert max(map(max, expected)) > 6, "no document has a jump"
 
 
-def test_packed_documents_start_at_zero_whatever_the_sampler():
+def test_packed_documents_start_at_zero_with_every_sampler():
     documents = [list(range(start, start + 3)) for start in range(10, 60)]
     inner = [functools.partial(each) for each in (stack_packs, stack)]
     for each in inner:
@@ -300,7 +300,7 @@ def test_packed_documents_start_at_zero_whatever_the_sampler():
 # --- columns ---------------------------------------------------------------------------------------------
 
 
-def test_every_column_of_a_value_a_token_is_cut_alike():
+def test_all_per_token_columns_are_cut_alike():
     seen = []
 
     def inner(features, **kwargs):
@@ -342,7 +342,7 @@ def test_the_label_at_a_seam(mask_seam, expected):
     assert batch["input_ids"].tolist() == [[10, 11, 14, 15]]
 
 
-def test_seams_are_found_behind_padding_and_in_packs():
+def test_seams_are_masked_after_padding_and_in_packs():
     cut = window([0, 1, 9, 10], [0, 1, 4, 5])
     left = PoSECollator(make_tokenizer(side="left"), target_length=64)
     batch = left.assemble(rows(range(50, 55), SIX), fixed(window(range(5)), cut))
@@ -351,7 +351,7 @@ def test_seams_are_found_behind_padding_and_in_packs():
     assert packed["labels"].tolist() == [[20, 21, 22, 10, 11, -100, 15]]
 
 
-def test_a_jump_of_positions_over_unbroken_text_is_no_seam():
+def test_a_jump_over_unbroken_text_is_not_a_seam():
     batch = collator()(rows(range(40, 60)))
     assert (batch["labels"] != -100).all()
     assert int(batch["position_ids"].max()) > 19
@@ -381,7 +381,7 @@ def test_more_chunks_than_tokens():
 # --- evaluation ------------------------------------------------------------------------------------------
 
 
-def test_plain_gives_whole_documents_on_plain_positions():
+def test_plain_gives_whole_documents_at_plain_positions():
     training = collator(train_length=4, content="skip")
     plain = training.plain()
     batch = plain(rows(SIX, THREE))
@@ -442,7 +442,7 @@ def test_inner_collators_that_change_lengths_are_refused(inner, sentence):
 def test_a_document_beyond_the_target_is_refused():
     with pytest.raises(PoSEError, match="a training sample has 600 tokens, more than target_length=512"):
         collator()(rows(range(600)))
-    # A train_length says how much of it to take.
+    # A train_length limits how much of it is read.
     assert collator(train_length=64)(rows(range(600)))["input_ids"].shape == (1, 64)
 
 
@@ -455,7 +455,7 @@ def test_a_document_beyond_the_target_is_refused():
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\); a non-empty 1-D list is needed"),
     ],
 )
-def test_features_that_are_none(features, sentence):
+def test_features_without_tokens(features, sentence):
     with pytest.raises(PoSEError, match=sentence):
         collator()(features)
 
@@ -478,14 +478,14 @@ def test_settings_of_a_collator_are_checked_when_it_is_made():
 
 
 def views(features, **kwargs):
-    """Returns tensors that share their memory with the first feature's."""
+    """Return tensors that share their memory with the first feature's."""
     return {key: torch.as_tensor(features[0][key])[None] for key in ("input_ids", "labels")}
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("inner", [stack, views])
 @pytest.mark.parametrize("cut", [window([0, 9], [0, 5]), Window(np.arange(6), np.arange(6), np.array([2]))])
-def test_features_are_left_as_they_were(kind, inner, cut):
+def test_features_are_not_changed(kind, inner, cut):
     def features():
         return [{"input_ids": kind(SIX), "labels": kind(SIX), "position_ids": kind(SIX), "length": 6}]
 
@@ -544,7 +544,7 @@ DOCUMENTS = [list(range(start, start + size)) for start, size in zip(range(8, 72
 
 
 def epochs(collate, count=3, **loading):
-    """Position ids of every batch, an epoch a list."""
+    """Return the position ids of every batch, one list per epoch."""
     loader = DataLoader(rows(*DOCUMENTS), batch_size=3, collate_fn=collate, **loading)
     seen = []
     for epoch in range(count):
@@ -558,7 +558,7 @@ def without_workers():
     return epochs(collator())
 
 
-def test_every_epoch_draws_anew(without_workers):
+def test_every_epoch_draws_new_positions(without_workers):
     for first, second in [(0, 1), (1, 2), (0, 2)]:
         pairs = zip(without_workers[first], without_workers[second], strict=True)
         assert all(a != b for a, b in pairs), "a batch of two epochs is the same"
@@ -573,7 +573,7 @@ def epochs_of_one(collate):
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("persistent", [False, True], ids=["anew", "persistent"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["new", "persistent"])
 def test_positions_do_not_depend_on_workers(workers, persistent, without_workers):
     collate = collator()
     loading = {"num_workers": workers, "persistent_workers": persistent, "multiprocessing_context": "fork"}
@@ -584,7 +584,7 @@ def test_positions_do_not_depend_on_workers(workers, persistent, without_workers
 
 
 def test_positions_do_not_depend_on_how_workers_start():
-    # torch's own collator, so that the new interpreters need not import transformers; rows of one length only.
+    # torch's own collator for rows of one length, so that the new interpreters do not import transformers.
     documents = [{"input_ids": torch.arange(start, start + 20)} for start in range(12)]
     collate = collator(default_collate)
     expected = [[collate_of(epoch, documents[i : i + 3]) for i in range(0, 12, 3)] for epoch in range(2)]
@@ -599,7 +599,7 @@ def test_positions_do_not_depend_on_how_workers_start():
     for epoch in range(2):
         collate.set_epoch(epoch)
         assert [batch["position_ids"].tolist() for batch in loader] == expected[epoch]
-    # What the workers drew is known here.
+    # The counts of the workers reach this process.
     assert collate.trained()["documents"] == 24
     assert collate.trained()["farthest"] == max(np.max(batch) for epoch in expected for batch in epoch)
 
@@ -650,7 +650,7 @@ def test_positions_of_a_seed_stay_what_they_are():
         ([0, 1, 1, 1, 1, 0], [11, 12, 13, 14]),
     ],
 )
-def test_rows_that_were_padded_before_lose_their_padding(mask, tokens):
+def test_padding_from_tokenisation_is_removed(mask, tokens):
     collate = PoSECollator(make_tokenizer(), target_length=64)
     batch = collate([{"input_ids": SIX, "attention_mask": mask}, {"input_ids": SIX, "attention_mask": [1] * 6}])
     assert batch["input_ids"].tolist() == [[*tokens, 0, 0], SIX]
@@ -668,7 +668,7 @@ def test_tokens_hidden_in_the_middle_and_labels_of_another_length_are_refused():
         collate([{"input_ids": SIX, "labels": [1]}])
 
 
-def test_what_is_no_tokenizer_or_collator_is_refused():
+def test_arguments_that_are_not_a_tokenizer_or_a_collator():
     for wrong in ({"tokenizer": "gpt2"}, {"tokenizer": make_tokenizer(), "collate": 2048}):
         with pytest.raises(PoSEError, match="settings are keywords"):
             PoSECollator(**wrong, target_length=64)
@@ -690,17 +690,17 @@ def test_samples_that_were_packed_before(columns, words, pack):
 
 
 def test_a_column_of_positions_of_one_document():
-    """Padding may count from 0 again; it is taken off."""
+    """Padding may count from 0 again, and is removed."""
     features = rows(SIX, position_ids=[0, 1, 2, 3, 0, 0], attention_mask=[1, 1, 1, 1, 0, 0])
     assert collator().assemble(features, fixed(W4))["position_ids"].tolist() == [[0, 1, 2, 7]]
 
 
-def test_packed_rows_that_the_trainer_does_not_know_of():
+def test_packed_rows_without_a_trainer_set_up_for_them():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     bound = collator(trl_language_modeling(padding_free=True))
     bound.packs = False
     with pytest.raises(PoSEError, match="rows are packed"):
         bound([feature])
-    # Positions of evaluation are plain, and cut by any rule.
+    # Plain positions of evaluation are right with any rule.
     bound.training = False
     assert bound([feature])["position_ids"].tolist() == [[*range(6), *range(3)]]

@@ -1,4 +1,4 @@
-"""Batches of the samplers that jump at borders, tensor by tensor."""
+"""Batches of samplers that jump at borders, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lines() -> list[dict[str, list[int]]]:
 
 
 def test_a_chat_written_out():
-    """The one border of each row is where the header of the answer is; a skip is a function of the row alone."""
+    """Each row has one border, at the header of its answer; its skip depends on this row alone."""
     words = TOKENIZER.convert_tokens_to_ids
     start, end, line = words("<|im_start|>"), words("<|im_end|>"), words("\n")
     tokens = [start, words("user"), line, 30, 31, end, line, start, words("assistant"), line, 40, 41, end, line]
@@ -71,7 +71,7 @@ def test_what_has_no_border_is_counted():
     assert "anywhere" not in PoSECollator(TOKENIZER, target_length=512).trained()
 
 
-def test_masks_of_trl_tell_as_labels_do():
+def test_trls_masks_give_the_same_borders_as_labels():
     (row,) = features()[:1]
     mask = [int(label != -100) for label in row["labels"]]
     collate = PoSECollator(TOKENIZER, target_length=512, sampler="turns")

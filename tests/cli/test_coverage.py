@@ -18,7 +18,7 @@ def run(*arguments):
 
 
 def tables(text: str) -> list[dict[str, list[str]]]:
-    """The tables of the output, by the name of their lines."""
+    """Return the tables of the output: each a dict from the name of a line to its cells."""
     blocks = [block.splitlines()[1:] for block in text.split("\n\n")]
     found = []
     for head, *lines in (block for block in blocks if block and block[0].startswith("distance")):
@@ -36,7 +36,7 @@ def test_table_rows_figure_and_csv(tmp_path, capsys):
     expected = coverage(settings, draws=300, seed=7).probability
     output = capsys.readouterr().out
     chances, rows = tables(output)
-    # `pose` again is the line that is there already.
+    # The second `pose` has the same settings as the first line, so it adds none.
     assert list(chances) == list(rows) == ["distance", "pose, 2 chunks", "pose, 3 chunks", "none"]
     assert chances["distance"] == rows["distance"] == ["16", "200"]
     assert chances["pose, 2 chunks"] == [f"{expected[d]:.3f}" for d in (16, 200)]
@@ -100,7 +100,7 @@ def test_no_figures_needs_no_matplotlib(tmp_path, monkeypatch):
         (["--output", "FOLDER/c.txt"], "must end in one of .png, .svg, .pdf"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
+def test_bad_input_is_an_error_with_exit_code_2(tmp_path, capsys, arguments, message):
     (tmp_path / "file").write_text("")
     arguments = [str(a).replace("FOLDER", str(tmp_path)) for a in arguments]
     assert run(*LENGTHS, *arguments) == 2
@@ -109,7 +109,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_missing_matplotlib_is_said_before_anything_is_simulated(tmp_path, capsys, monkeypatch):
+def test_missing_matplotlib_is_reported_before_the_simulation(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(*LENGTHS, "--output", tmp_path / "c.png") == 2
     assert 'pip install "pose-plugin[plot]"' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Borders between turns, written out."""
+"""Borders between the turns of chats, written out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INST = TurnTokens(assistant=(), user=(I,), closing=(C,))
 
 
 def borders(line: str, headers=None):
-    """Tokens by their letters above, other words are content; a * behind a token: it is in the loss."""
+    """Find borders. Letters are the tokens above, other words are content, and a * marks a token in the loss."""
     names = {"S": S, "U": U, "A": A, "E": E, "N": N, "Y": Y, "I": I, "J": J, "C": C}
     words = line.split()
     tokens = np.array([names.get(word.rstrip("*"), 50 + i) for i, word in enumerate(words)])
@@ -100,7 +100,7 @@ def test_headers_are_read_from_the_template():
     assert turn_tokens(chat_tokenizer("worded")) == TurnTokens((worded("BOT:"),), (worded("USER:"),), ())
 
 
-def test_templates_that_tell_nothing():
+def test_templates_that_cannot_be_read():
     assert turn_tokens(chat_tokenizer(None)) is None
     assert turn_tokens(None) is None
     refusing = chat_tokenizer("chatml")
@@ -140,7 +140,7 @@ def jumps(window) -> list[int]:
     return (np.flatnonzero(np.diff(window.position_ids) > 1) + 1).tolist()
 
 
-def test_jumps_stand_at_borders_only_and_at_each_alike():
+def test_jumps_are_only_at_borders_and_at_each_equally_often():
     documents = [np.random.default_rng(i).integers(0, 1000, 60) for i in range(900)]
     windows = draw_windows(documents, settings(), 0, [np.array([7, 21, 50])] * 900)
     seen = [jumps(window) for window in windows]

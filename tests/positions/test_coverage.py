@@ -27,7 +27,7 @@ def test_coverage_of_two_chunks_from_2k_to_16k(sampler, variant):
 
 
 def exact_two_chunks(window: int, target: int) -> np.ndarray:
-    """P(d ≤ max(l0, l1) − 1 or u + 1 ≤ d ≤ u + n − 1): l0 and u are independent, the far interval knows no l0."""
+    """P(d ≤ max(l0, l1) − 1 or u + 1 ≤ d ≤ u + n − 1); l0 and u are independent, and only the first part has l0."""
     distance = np.arange(target)
     longest = np.maximum(np.arange(1, window), window - np.arange(1, window))
     near = np.array([(longest > d).mean() for d in distance])
@@ -90,7 +90,7 @@ def test_table_and_rows():
 
 
 def test_turns_of_half_a_window_are_fixed_halves():
-    """The chances of Axolotl's built-in, with its one border, as measured there."""
+    """The chances of Axolotl's built-in PoSE, which has one fixed border, as measured there."""
     seen = coverage(settings(sampler="turns"), draws=8000, every=1024).probability[DISTANCES]
     fixed = [0.08, 0.11, 0.15, 0.14, 0.14, 0.14, 0.07, 0.03, 0.00]
     assert np.abs(seen - fixed).max() < 0.02

@@ -19,13 +19,13 @@ def seen(target: int = 64, **changes) -> Coverage:
 
 
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_ending_chooses_the_format(tmp_path, ending, begins):
+def test_the_ending_selects_the_format(tmp_path, ending, begins):
     path = draw_coverage({"a": seen()}, tmp_path / f"c.{ending}")
     assert path == tmp_path / f"c.{ending}" and path.read_bytes().startswith(begins)
 
 
 def drawn(monkeypatch, tmp_path, coverages):
-    """The axes of the figure, caught when it is saved."""
+    """Return the axes and the legend of the figure instead of saving it."""
     from matplotlib.figure import Figure
 
     caught = []
@@ -38,7 +38,7 @@ def test_lines_labels_and_marks(monkeypatch, tmp_path):
     axes, legend = drawn(monkeypatch, tmp_path, {"pose": seen(), "far": seen(128)})
     assert [text.get_text() for text in legend.get_texts()] == ["pose", "far"]
     near, far = axes.lines[:2]
-    # Distance 0 is no pair of tokens.
+    # A pair of tokens has a distance of at least 1.
     assert near.get_xdata().tolist() == list(range(1, 64)) and far.get_xdata().tolist() == list(range(1, 128))
     assert near.get_ydata().tolist() == seen().probability[1:].tolist()
     assert [text.get_text() for text in axes.texts] == ["trained 16", "target 128"]
@@ -50,7 +50,7 @@ def test_two_trained_windows_leave_no_mark(monkeypatch, tmp_path):
     assert [text.get_text() for text in axes.texts] == ["target 64"]
 
 
-def test_csv_has_a_line_a_distance(tmp_path):
+def test_csv_has_one_line_per_distance(tmp_path):
     near, far = seen(64), seen(66)
     path = write_coverage({"a": near, "b, c": far}, tmp_path / "c.csv", rows=30)
     with path.open(newline="") as file:
@@ -72,7 +72,7 @@ def test_what_cannot_be_drawn(tmp_path, coverages, name, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_matplotlib_is_said(tmp_path, monkeypatch):
+def test_missing_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PoSEError, match=r'pip install "pose-plugin\[plot\]"'):
         draw_coverage({"a": seen()}, tmp_path / "c.png")

@@ -14,7 +14,7 @@ from pose_plugin.utils.errors import PoSEError
 
 
 class Spelled:
-    """Tokens that are the pieces given, in that order; as byte-level tokenizers do, a blank leads a word."""
+    """Token i spells piece i. A blank is part of the word after it, as in byte-level tokenizers."""
 
     def __init__(self, *pieces: str) -> None:
         self.pieces = ["a", *pieces]
@@ -59,7 +59,7 @@ def test_ends(pieces, expected):
     assert ends(*pieces) == expected
 
 
-def test_a_token_is_decoded_once():
+def test_each_token_is_decoded_once():
     tokenizer = Spelled("One", ".", " Two")
     found = SentenceBorders(tokenizer)
     for _ in range(3):

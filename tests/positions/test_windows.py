@@ -67,7 +67,7 @@ def test_skip_reads_the_whole_document_and_marks_where_it_jumped():
     assert farthest > 190
 
 
-def test_aligned_puts_text_where_it_stands_and_goes_no_farther_than_the_text():
+def test_aligned_keeps_true_offsets_and_ends_with_the_text():
     for window in draw_windows(documents(100), settings(content="aligned"), 0):
         assert np.array_equal(window.content, window.position_ids)
         assert window.content[-1] < 200
@@ -98,12 +98,12 @@ def test_three_pieces_of_content_follow_one_another():
         assert len(window.seams) <= 2
 
 
-def test_a_sample_longer_than_the_target_says_what_to_do():
+def test_a_sample_longer_than_the_target():
     with pytest.raises(PoSEError, match=r"600 tokens, more than target_length=512.*train_length"):
         draw_windows([np.arange(600)], parse_settings({"target_length": 512}), 0)
 
 
-def test_no_documents_is_no_window():
+def test_no_documents():
     assert draw_windows([], settings(), 0) == []
 
 
