@@ -25,7 +25,7 @@ def test_two_steps_of_the_quick_start(tmp_path):
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "out")],
-        env=os.environ | {"PYTHONPATH": str(QUICKSTART)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (QUICKSTART, ROOT)))},
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -121,14 +121,15 @@ def architecture(config: Any) -> Architecture:
     """Count a model's parameters by building it without memory, on torch's meta device.
 
     Args:
-        config: a transformers config, or the dict of a config.json of a model type that transformers does not know.
-            Of a model with images only the text part is counted, if it can be built alone.
+        config: a transformers config or the dict of a config.json; each family's defaults fill missing keys. Of a model
+            with images only the text part is counted, if it can be built alone.
 
     Raises:
         PoSEError: transformers cannot build a causal language model from the config.
     """
-    known = not isinstance(config, Mapping)
     try:
+        config = as_config(config)
+        known = not isinstance(config, Mapping)
         config = config if known else as_config({**config, "model_type": "llama"})
         text = config.get_text_config()
         model = _build(config, text)

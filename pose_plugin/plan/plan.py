@@ -16,7 +16,6 @@ from pose_plugin.positions import Coverage, coverage, many_chunks, simulable
 from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.read import as_config
-from pose_plugin.utils.errors import PoSEError
 
 # Simulated rows. A row of many chunks takes longer.
 _DRAWS, _DRAWS_OF_MANY_CHUNKS = 4000, 400
@@ -34,21 +33,13 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
         PoSEError: settings that cannot work.
     """
     values, settings = dict(inputs.config), inputs.settings
-    try:
-        # Each family's own defaults fill keys that its config.json leaves out.
-        config = as_config(values)
-    except Exception as error:  # transformers raises a different type for each kind of wrong value
-        reason = " ".join(str(error).split())
-        raise PoSEError(
-            f"transformers refuses the base's config.json: {reason}. Give another folder with --base FOLDER"
-        ) from error
-    model = architecture(config)
+    model = architecture(values)
     plan = Plan(inputs, model, memory(model, inputs.run), gpu_bytes=gpu_gib * 2**30 if gpu_gib else None)
     if settings:
         plan = replace(plan, rope=plan_rope(values, settings.target_length, settings.rope))
     if inputs.beacon is not None:
-        if settings:
-            config = as_config({**values, **rope_overrides(values, settings.target_length, settings.rope)})
+        stretched = rope_overrides(values, settings.target_length, settings.rope) if settings else {}
+        config = as_config({**values, **stretched})
         plan = replace(plan, beacon=plan_beacon(inputs.beacon, config, inputs.run.window))
     elif settings:
         full = memory(model, replace(inputs.run, window=settings.target_length))

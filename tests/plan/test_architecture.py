@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pose_plugin.plan.memory import Architecture, architecture
-from pose_plugin.rope.read import as_config
+from pose_plugin.plan.memory import architecture
 from pose_plugin.utils.errors import PoSEError
 
 LLAMA3_8B = {
@@ -23,12 +22,8 @@ LLAMA3_8B = {
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def sizes(config: dict) -> Architecture:
-    return architecture(as_config(config))
-
-
 def test_llama_3_8b():
-    counted = sizes(LLAMA3_8B)
+    counted = architecture(LLAMA3_8B)
     # transformers' own count is 8,030,261,248; rank 16 on all linear maps of the layers.
     assert counted.total == 8_030_261_248
     assert counted.lora(16, "all-linear") == counted.lora(16, LINEAR) == 41_943_040
@@ -43,13 +38,13 @@ def test_llama_3_8b():
 def test_a_tied_head_counts_once(family):
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
     small |= {"n_embd": 64, "n_layer": 2, "n_head": 4} if family == "gpt2" else {}
-    tied, untied = (sizes({"model_type": family, **small, "tie_word_embeddings": tie}) for tie in (True, False))
+    tied, untied = (architecture({"model_type": family, **small, "tie_word_embeddings": tie}) for tie in (True, False))
     assert untied.total - tied.total == tied.embeddings == 64_000 and tied.layer == untied.layer
 
 
 def test_a_mixture_counts_all_experts_and_computes_with_some():
     mixture = {**LLAMA3_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    counted, dense = sizes(mixture), sizes(LLAMA3_8B)
+    counted, dense = architecture(mixture), architecture(LLAMA3_8B)
     experts = 32 * 8 * 3 * 4096 * 14336
     assert counted.total == dense.total + experts * 7 // 8 + 32 * 8 * 4096
     assert counted.intermediate == 2 * 14336
@@ -59,9 +54,9 @@ def test_a_mixture_counts_all_experts_and_computes_with_some():
 
 def test_the_text_part_of_a_model_with_images():
     text = {key: value for key, value in LLAMA3_8B.items() if key != "model_type"}
-    counted = sizes({"model_type": "gemma3", "text_config": {**text, "num_hidden_layers": 2, "head_dim": 128}})
+    counted = architecture({"model_type": "gemma3", "text_config": {**text, "num_hidden_layers": 2, "head_dim": 128}})
     assert not any("vision" in name for name in counted.modules)
-    whole = sizes({"model_type": "qwen2_5_vl", "text_config": {**text, "num_hidden_layers": 2}})
+    whole = architecture({"model_type": "qwen2_5_vl", "text_config": {**text, "num_hidden_layers": 2}})
     assert whole.layers == 2 and any("visual" in name for name in whole.modules)
 
 
@@ -84,11 +79,11 @@ def test_lora_counts_are_those_of_peft():
 
 def test_what_cannot_be_counted_is_named():
     with pytest.raises(PoSEError, match=r"'c_attn'.*q_proj"):
-        sizes(LLAMA3_8B).targets(["q_proj", "c_attn"])
+        architecture(LLAMA3_8B).targets(["q_proj", "c_attn"])
     with pytest.raises(PoSEError, match=r"config\.json"):
-        sizes({**LLAMA3_8B, "vocab_size": -1})
+        architecture({**LLAMA3_8B, "vocab_size": -1})
 
 
 def test_an_unknown_model_type_counts_as_a_llama():
-    counted = sizes({**LLAMA3_8B, "model_type": "unheard"})
-    assert not counted.known and counted.total == sizes(LLAMA3_8B).total
+    counted = architecture({**LLAMA3_8B, "model_type": "unheard"})
+    assert not counted.known and counted.total == architecture(LLAMA3_8B).total

@@ -18,7 +18,7 @@ from pose_plugin.plan.memory import (
     memory,
 )
 from tests.conftest import make_llama
-from tests.plan.test_architecture import LLAMA3_8B, sizes
+from tests.plan.test_architecture import LLAMA3_8B
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -128,7 +128,7 @@ def test_checkpointing_keeps_a_layers_input():
 
 
 def test_zero_divides_what_its_stage_says():
-    counted = sizes(LLAMA3_8B)
+    counted = architecture(LLAMA3_8B)
     run = Run(master=True, gpus=8)
     alone, one, two, three = (memory(counted, replace(run, stage=stage)) for stage in range(4))
     size = 8_030_261_248
@@ -140,7 +140,7 @@ def test_zero_divides_what_its_stage_says():
 
 
 def test_logits_and_small_optimizers():
-    counted = sizes(LLAMA3_8B)
+    counted = architecture(LLAMA3_8B)
     run = Run(rows=1, window=8192)
     assert memory(counted, run).logits == 12 * 8192 * 128256
     assert memory(counted, replace(run, fused_loss=True)).logits == 0

@@ -288,7 +288,7 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["{yaml}", "--checkpointing"], "--checkpointing cannot"),
         (["{yaml}", "--gpus", "0"], "--gpus 0 must be"),
         (["{yaml}", "--gpu-memory", "nan"], "--gpu-memory nan must be"),
-        (["{yaml}", "--base", "{wrong}"], "transformers refuses the base's config.json: "),
+        (["{yaml}", "--base", "{wrong}"], "transformers cannot build a model from the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists)"),
         (["{hub}"], "config.json of someone/model cannot be read from someone/model"),
