@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import PeftType, register_peft_method
 
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import shells
 
 # If the package is not imported, PEFT raises KeyError: 'POSE_PLUGIN_BEACON'. So the name says what to import.
 NAME = "POSE_PLUGIN_BEACON"
@@ -60,17 +61,10 @@ def find_tuner(model: Any) -> Any:
     Raises:
         PoSEError: the model has no Beacon adapter.
     """
-    seen = model
-    for _ in range(8):  # more wrappers than anyone uses; a model that contains itself must not hang
+    for each in shells(model):
         # By prefix, since importing the class here would close a circle.
-        if isinstance(seen, BaseTuner) and seen.prefix == PREFIX:
-            return seen
-        seen = next((getattr(seen, key) for key in ("module", "_orig_mod", "base_model") if _has(seen, key)), None)
+        if isinstance(each, BaseTuner) and each.prefix == PREFIX:
+            return each
     raise PoSEError(
         f"model: {type(model).__name__} has no Beacon adapter; make one with get_peft_model(model, BeaconConfig(…))"
     )
-
-
-def _has(module: Any, key: str) -> bool:
-    # Not hasattr: transformers' `base_model` is a property of every model, and here only PEFT's attribute counts.
-    return key in getattr(module, "_modules", {}) or key in getattr(module, "__dict__", {})

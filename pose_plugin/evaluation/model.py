@@ -11,6 +11,7 @@ import torch
 
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import unwrap as innermost
 
 
 @contextmanager
@@ -33,18 +34,6 @@ def device_of(model: Any) -> torch.device:
         return model.device
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
-
-
-def innermost(model: Any) -> Any:
-    """The transformers model under a PEFT, DDP or compile wrapper."""
-    while True:
-        if hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        else:
-            inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if inner is None or inner is model:
-            return model
-        model = inner
 
 
 def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | None = None) -> torch.Tensor:

@@ -21,40 +21,22 @@ _ROTARY_WHERE_SLIDING = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afm
 
 @dataclass(frozen=True)
 class RopePlan:
-    """What will be written, and why.
+    """What will be written, and why. Lengths in tokens; s = target_length / original_length unless given."""
 
-    Attributes:
-        type: the kind, with `auto` resolved.
-        model_type: the text model's.
-        rope_parameters: complete; nested by layer type if the model's are.
-        layer_type: the key of `rope_parameters` that changed; None if the dict is flat.
-        rotary_dim: d, the rotated dimensions of a head.
-        max_position_embeddings: the new window, tokens.
-        target_length, original_length: L_t and L_0, tokens.
-        original_theta: the base before any stretching.
-        factor: s, target_length / original_length unless given.
-        record: kept in the config, so that a later extension starts from the true original.
-        top_original: whether original_max_position_embeddings is also written outside the rope dict.
-        head_dim: written if the config leaves it null, which some kinds cannot read.
-        fixed: the model ignores rope parameters, so none are written.
-        before, after: one line each.
-        notes, warnings: sentences for the log.
-    """
-
-    type: str
+    type: str  # the kind, with `auto` resolved
     model_type: str
-    rope_parameters: dict[str, Any]
-    layer_type: str | None
-    rotary_dim: int
+    rope_parameters: dict[str, Any]  # complete; nested by layer type if the model's are
+    layer_type: str | None  # the key that changed; None if the dict is flat
+    rotary_dim: int  # d, the rotated dimensions of a head
     max_position_embeddings: int
     target_length: int
     original_length: int
     original_theta: float
-    factor: float
-    record: dict[str, Any]
-    top_original: bool
-    head_dim: int | None
-    fixed: bool
+    factor: float  # s
+    record: dict[str, Any]  # kept in the config, so that a later extension starts from the true original
+    top_original: bool  # original_max_position_embeddings is also written outside the rope dict
+    head_dim: int | None  # written if the config leaves it null, which some kinds cannot read
+    fixed: bool  # the model ignores rope parameters, so none are written
     before: str
     after: str
     notes: tuple[str, ...]

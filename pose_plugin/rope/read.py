@@ -37,58 +37,28 @@ _MROPE = (
     "qwen3_vl",
     "qwen4_exp",
 )
-_NOT_ROTARY = {
-    "bloom": "ALiBi biases",
-    "mpt": "ALiBi biases",
-    "gpt2": "a learned table of positions",
-    "gpt_neo": "a learned table of positions",
-    "gpt_bigcode": "a learned table of positions",
-    "opt": "a learned table of positions",
-    "bert": "a learned table of positions",
-    "roberta": "a learned table of positions",
-    "t5": "relative position buckets",
-    "mamba": "no positions (a state space model)",
-    "mamba2": "no positions (a state space model)",
-}
 # Rotary, but their modelling code computes one table with base 10000 and reads no rope parameters.
 _FIXED = ("gptj", "codegen")
 
 
 @dataclass(frozen=True)
 class RopeSource:
-    """The rope of one model: what it is now, and what it was before any stretching.
-
-    Attributes:
-        model_type: the text model's.
-        parameters: complete; flat, or one dict per layer type.
-        layer_type: the key of `parameters` that may change; None if it is flat.
-        rotary_dim: d, the rotated dimensions of a head.
-        unset_head_dim: the head dimension if the config has the key but leaves it null.
-        max_position_embeddings: tokens.
-        original_length, original_theta: L_0 in tokens, and the base, before any stretching.
-        record: what an earlier extension left in the config, {} if there was none.
-        sliding_window: tokens, or None.
-        sliding_layers: (layers with that window, all layers).
-        top_original: whether the config also has original_max_position_embeddings outside the rope dict.
-        latent_attention: DeepSeek's MLA: part of a head is not rotated.
-        fixed: whether the modelling code ignores rope parameters.
-        notes: for the log.
-    """
+    """The rope of one model: what it is now, and what it was before any stretching."""
 
     model_type: str
-    parameters: dict[str, Any]
-    layer_type: str | None
-    rotary_dim: int
-    unset_head_dim: int | None
+    parameters: dict[str, Any]  # complete; flat, or one dict per layer type
+    layer_type: str | None  # the key of `parameters` that may change; None if it is flat
+    rotary_dim: int  # d, the rotated dimensions of a head
+    unset_head_dim: int | None  # the head dimension if the config has the key but leaves it null
     max_position_embeddings: int
     original_length: int
     original_theta: float
-    record: dict[str, Any]
+    record: dict[str, Any]  # of an earlier extension, {} if there was none
     sliding_window: int | None
-    sliding_layers: tuple[int, int]
-    top_original: bool
-    latent_attention: bool
-    fixed: bool
+    sliding_layers: tuple[int, int]  # layers with that window, all layers
+    top_original: bool  # the config also has original_max_position_embeddings outside the rope dict
+    latent_attention: bool  # DeepSeek's MLA: part of a head is not rotated
+    fixed: bool  # the modelling code ignores rope parameters
     notes: tuple[str, ...]
 
     @property
@@ -216,13 +186,10 @@ def _refuse_unrotated(whole: Any, text: Any, model_type: str, parameters: dict[s
             f"model type {model_type!r} gives each token three positions (mrope: time, height, width), and PoSE "
             "stretches one. Use the text-only model of the family"
         )
-    if lookup(text, "alibi"):
-        parameters.clear()
-    if not parameters:
-        how = "ALiBi biases" if lookup(text, "alibi") else _NOT_ROTARY.get(model_type, "no rotary positions")
+    if lookup(text, "alibi") or not parameters:
         raise PoSEError(
-            f"model type {model_type!r} uses {how} instead of RoPE (its config has no rope_parameters), which "
-            "leaves no frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
+            f"model type {model_type!r} has no RoPE (its config has no rope_parameters, or alibi set), so there are no "
+            "frequencies to stretch. Choose a RoPE model such as Llama, Qwen, Mistral or Gemma"
         )
 
 

@@ -24,25 +24,15 @@ LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")
 
 @dataclass
 class Stretch:
-    """One request: stretch `source` by `factor` towards `target` tokens.
-
-    Attributes:
-        source: the rope of the base.
-        values: all settings of the `rope:` block, defaults included.
-        given: names of the settings that the user set.
-        target: L_t, tokens.
-        factor: s.
-        notes: reasons, for the log; kinds append to it.
-        warnings: likely mistakes; kinds append to it.
-    """
+    """One request: stretch `source` by `factor` towards `target` tokens. Kinds append to notes and warnings."""
 
     source: RopeSource
-    values: Mapping[str, Any]
-    given: frozenset[str]
-    target: int
-    factor: float
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    values: Mapping[str, Any]  # all settings of the `rope:` block, defaults included
+    given: frozenset[str]  # names of the settings that the user set
+    target: int  # L_t
+    factor: float  # s
+    notes: list[str] = field(default_factory=list)  # reasons, for the log
+    warnings: list[str] = field(default_factory=list)  # likely mistakes
 
     @property
     def theta(self) -> float:
@@ -343,10 +333,11 @@ def _read_factors(path: str, dim: int) -> tuple[list[float], list[float]]:
     lists = []
     for name in ("long_factor", "short_factor"):
         found = values.get(name) if isinstance(values, dict) else None
-        if not isinstance(found, list) or len(found) != dim // 2:
-            size = f"{len(found)} entries" if isinstance(found, list) else f"{found!r}"
-            raise PoSEError(f"{where}: {name} has {size}; this model needs a list of {dim // 2} numbers (d/2, d={dim})")
-        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in found):
-            raise PoSEError(f"{where}: every entry of {name} must be a number above 0")
+        if (
+            not isinstance(found, list)
+            or len(found) != dim // 2
+            or not all(isinstance(x, (int, float)) and x > 0 for x in found)
+        ):
+            raise PoSEError(f"{where}: {name} must be a list of {dim // 2} numbers above 0 (d/2, d={dim})")
         lists.append([float(x) for x in found])
     return lists[0], lists[1]

@@ -108,9 +108,9 @@ def test_longrope_reads_its_file(tmp_path):
     ("content", "words"),
     [
         ("{", []),
-        ('{"long_factor": [1.0]}', ["long_factor", "1 entries", "16"]),
-        (json.dumps({"long_factor": [1.0] * 16}), ["short_factor", "None"]),
-        (json.dumps({"long_factor": [1.0] * 15 + [0], "short_factor": [1.0] * 16}), ["above 0"]),
+        ('{"long_factor": [1.0]}', ["long_factor", "16"]),
+        (json.dumps({"long_factor": [1.0] * 16}), ["short_factor"]),
+        (json.dumps({"long_factor": [1.0] * 15 + [0], "short_factor": [1.0] * 16}), ["long_factor"]),
         (None, []),
     ],
 )
@@ -419,11 +419,11 @@ def test_dynamic_is_for_inference():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (GPT2Config(), ["gpt2", "learned"]),
-        (GPT2Config().to_dict(), ["gpt2", "learned"]),
-        (BloomConfig(), ["bloom", "ALiBi"]),
-        (MptConfig(), ["mpt", "ALiBi"]),
-        (FalconConfig(alibi=True), ["falcon", "ALiBi"]),
+        (GPT2Config(), ["gpt2"]),
+        (GPT2Config().to_dict(), ["gpt2"]),
+        (BloomConfig(), ["bloom"]),
+        (MptConfig(), ["mpt"]),
+        (FalconConfig(alibi=True), ["falcon", "alibi"]),
         (Qwen2VLConfig(), ["qwen2_vl", "three positions"]),
         (GPTJConfig(), ["gptj", "rope: none"]),
         (

@@ -241,7 +241,7 @@ def test_gptj_keeps_a_table():
 
 def test_a_model_without_rope_is_refused():
     model = build(GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=48))
-    with pytest.raises(PoSEError, match="learned table"):
+    with pytest.raises(PoSEError, match="gpt2"):
         verify_rope(model)
 
 
