@@ -1,0 +1,55 @@
+"""The rooms of the package depend on each other in one direction only, so that each can be read without those above."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "pose_plugin"
+# From the bottom up. A room imports from rooms further down only; rooms on one line do not import each other.
+LAYERS = [
+    {"_version", "utils"},
+    {"positions", "rope.kinds"},
+    {"rope.read", "rope.theory"},
+    {"rope.stretch"},
+    # The settings know which samplers and kinds of RoPE exist; the rest of rope/ reads the settings.
+    {"config"},
+    {"rope"},
+    {"attention", "checkpoints"},
+    {"collator"},
+    {"selftest"},
+    {"evaluation", "export", "synthesize"},
+    {"training"},
+    {"beacon"},
+    {"frameworks"},
+    {"plan"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# `import pose_plugin` offers names of every room and loads them on first use; the hook of torch patches other packages.
+FACE = {"__init__", "__main__", "_autoload"}
+
+
+def room_of(parts) -> str:
+    """The room of a module such as ("rope", "kinds"): the file where LAYERS names it, else its folder."""
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LEVEL else parts[0]
+
+
+def imports():
+    """(file, line, its room, the room that it imports from), imports inside functions included."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pose_plugin":
+                for alias in node.names:
+                    found = (*node.module.split(".")[1:], alias.name)
+                    yield name, node.lineno, room_of(name.with_suffix("").parts), room_of(found)
+
+
+def test_imports_point_downwards():
+    upwards = [
+        f"{file}:{line}: {room} imports from {found}"
+        for file, line, room, found in imports()
+        if room not in FACE and found != room and not LEVEL.get(found, 99) < LEVEL[room]
+    ]
+    assert not upwards, "\n".join(upwards)
