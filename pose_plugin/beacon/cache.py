@@ -323,11 +323,13 @@ class BeaconCache(PlainCache):
             )
         cache = BeaconCache()
         cache.signature, cache.adapter = state["signature"], tensors["adapter"]
-        layers = range(cache.signature["layers"])
-        for part in ("memory", "open"):
-            if f"{part}.0.keys" in tensors:
-                found = [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in layers]
-                cache.pieces, cache.open = ([found], []) if part == "memory" else (cache.pieces, found)
+
+        def layers(part: str) -> list[KeysValues]:
+            there = range(cache.signature["layers"]) if f"{part}.0.keys" in tensors else ()
+            return [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in there]
+
+        memory, cache.open = layers("memory"), layers("open")
+        cache.pieces = [memory] if memory else []  # a text within one interval has no memory
         cache.tail = tuple(state["tail"])
         cache.tokens, cache.ratios, cache.open_ratio = state["tokens"], state["ratios"], state["open_ratio"]
         interval, rows = cache.signature["interval"], cache.open[0][0].shape[2] if cache.open else 0
