@@ -1,1 +1,1 @@
-"""What a training run will do, told from its config before it starts. Imports neither torch nor a framework."""
+"""Show what a training run will do, from its config alone. Importing it imports neither torch nor a framework."""

@@ -125,7 +125,7 @@ def architecture(config: Any) -> Architecture:
             with images only the text part is counted, if it can be built alone.
 
     Raises:
-        PoSEError: transformers cannot build a causal language model from the config.
+        PoSEError: transformers cannot build a causal language model from the config, or it has no attention heads.
     """
     try:
         config = as_config(config)
@@ -139,6 +139,9 @@ def architecture(config: Any) -> Architecture:
             f"transformers cannot build a model from the base's config.json: {reason}. Give another folder with "
             "--base FOLDER"
         ) from error
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):  # e.g. a state space model, or a number of heads per layer
+        raise PoSEError(f"model_type={text.model_type!r}: num_attention_heads={heads!r} must be one whole number")
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -153,7 +156,6 @@ def architecture(config: Any) -> Architecture:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(p): p.numel() for module in (embeddings, head) for p in module.parameters()}  # a tied weight once
     experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
-    heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Architecture(
         total=total,

@@ -82,6 +82,8 @@ def test_what_cannot_be_counted_is_named():
         architecture(LLAMA3_8B).targets(["q_proj", "c_attn"])
     with pytest.raises(PoSEError, match=r"config\.json"):
         architecture({**LLAMA3_8B, "vocab_size": -1})
+    with pytest.raises(PoSEError, match=r"model_type='mamba'.*num_attention_heads"):
+        architecture({"model_type": "mamba", "num_hidden_layers": 2})
 
 
 def test_an_unknown_model_type_counts_as_a_llama():
