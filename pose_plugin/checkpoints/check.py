@@ -106,12 +106,7 @@ def check_folder(
     if dtype is not None and dtype not in _DTYPES:
         raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
     path, reference = require_model(folder), Path(like or folder)
-    record = read_record(reference)
-    if "target_length" not in record:
-        raise PoSEError(
-            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
-            "--like ADAPTER, the folder that the adapter was saved in"
-        )
+    record = _record(reference)
     report, probe, adapter = CheckReport(str(folder)), read_probe(reference), is_adapter(path)
     if not _files_are_there(report, path, adapter):
         return report
@@ -138,6 +133,16 @@ def check_folder(
             # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
             _compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
     return report
+
+
+def _record(reference: Path) -> dict[str, Any]:
+    record = read_record(reference)
+    if "target_length" not in record:
+        raise PoSEError(
+            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
+            "--like ADAPTER, the folder that the adapter was saved in"
+        )
+    return record
 
 
 def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
