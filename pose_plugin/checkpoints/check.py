@@ -85,10 +85,9 @@ def check_folder(
 ) -> CheckReport:
     """Reload a folder in a clean process and compare it with the trained model.
 
-    The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on its
-    base built from the config next to the adapter. It answers with the tokenizer's maximum, the config's, the live
-    frequencies, and logits at positions past the old window. These are compared with `pose_probe.json`, the answers of
-    the trained model.
+    The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on a base
+    built from the adapter's config. Compared are the maximum of the tokenizer and the config, the live frequencies, and
+    logits at positions past the old window, which `pose_probe.json` holds of the trained model.
 
     Args:
         folder: a model or an adapter that was saved by a run of this package.
