@@ -85,10 +85,9 @@ def check_folder(
 ) -> CheckReport:
     """Reload a folder in a clean process and compare it with the trained model.
 
-    The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on its
-    base built from the config next to the adapter. It answers with the tokenizer's maximum, the config's, the live
-    frequencies, and logits at positions past the old window. These are compared with `pose_probe.json`, the answers of
-    the trained model.
+    The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on a base
+    built from the adapter's config. Compared are the maximum of the tokenizer and the config, the live frequencies, and
+    logits at positions past the old window, which `pose_probe.json` holds of the trained model.
 
     Args:
         folder: a model or an adapter that was saved by a run of this package.
@@ -106,12 +105,7 @@ def check_folder(
     if dtype is not None and dtype not in _DTYPES:
         raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
     path, reference = require_model(folder), Path(like or folder)
-    record = read_record(reference)
-    if "target_length" not in record:
-        raise PoSEError(
-            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
-            "--like ADAPTER, the folder that the adapter was saved in"
-        )
+    record = _record(reference)
     report, probe, adapter = CheckReport(str(folder)), read_probe(reference), is_adapter(path)
     if not _files_are_there(report, path, adapter):
         return report
@@ -138,6 +132,16 @@ def check_folder(
             # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
             _compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
     return report
+
+
+def _record(reference: Path) -> dict[str, Any]:
+    record = read_record(reference)
+    if "target_length" not in record:
+        raise PoSEError(
+            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
+            "--like ADAPTER, the folder that the adapter was saved in"
+        )
+    return record
 
 
 def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:

@@ -32,7 +32,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(monkeypatch) -> None:
-    """The same reload in this process: a process of its own imports transformers for seconds."""
+    """Reload in this process, as a separate one imports transformers for seconds."""
     monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: reload_worker.answer(request))
 
 
@@ -70,7 +70,7 @@ def test_in_a_process_without_this_package(home, name, capsys):
 
 
 def test_the_process_cannot_import_this_package(tmp_path):
-    """Not even from the folder it is started in."""
+    """Not even from the folder in which it starts."""
     script = Path(check.__file__).with_name("reload_worker.py")
     code = script.read_text().replace("    with open(sys.argv[1]", "    import pose_plugin\n    with open(sys.argv[1]")
     (tmp_path / "altered.py").write_text(code)
@@ -193,7 +193,7 @@ def test_a_wrong_base(home, tmp_path, here, changes):
         assert "--base names another" in str(report)
 
 
-def test_without_a_stretch_nothing_is_said_of_losing_it(tmp_path, here):
+def test_without_a_stretch_the_report_does_not_mention_losing_it(tmp_path, here):
     save_full(tmp_path / "model", "none")
     report = check_folder(tmp_path / "model")
     assert report.passed and "plain" not in report.numbers and "would be" not in str(report)
@@ -206,7 +206,7 @@ def test_every_rope(tmp_path, here, name):
     assert report.passed, str(report)
 
 
-def test_dtype_may_be_coarser_and_is_told(home, here):
+def test_dtype_may_be_coarser_and_is_reported(home, here):
     report = check_folder(home / "full", dtype="float16")
     (sentence,) = [text for what, _, text in report.findings if what == "logits"]
     assert report.passed and "float16" in sentence and report.numbers["logits"] > 1e-3
@@ -219,7 +219,7 @@ def test_a_merged_model_is_repaired_and_passes(home, tmp_path, here, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    # On the plain base, as many do it: the merged config has no extension.
+    # On the plain base, a common way: the merged config has no extension.
     plain = AutoModelForCausalLM.from_pretrained(home / "base")
     merged = PeftModel.from_pretrained(plain, str(home / "adapter")).merge_and_unload()
     merged.config.foreign_key = {"kept": [1, 2]}
@@ -233,7 +233,7 @@ def test_a_merged_model_is_repaired_and_passes(home, tmp_path, here, capsys):
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["foreign_key"] == {"kept": [1, 2]}
     assert config["max_position_embeddings"] == TARGET and config["rope_scaling"]["rope_type"] == "yarn"
-    # From now on it is known for itself.
+    # Now it has its own record and probe.
     assert check_folder(tmp_path / "merged").passed
 
 
@@ -359,5 +359,5 @@ def test_files_of_another_shape_are_named_and_never_pass(home, tmp_path, capsys,
     folder = copy(home, tmp_path, "full")
     (folder / name).write_text(content)
     assert main(["check", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert str(folder / name) in told and named in told
+    output = capsys.readouterr().err
+    assert str(folder / name) in output and named in output

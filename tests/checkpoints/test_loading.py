@@ -1,4 +1,4 @@
-"""`load_extended` and the warning of a plain base: an adapter runs at its own frequencies, or says so."""
+"""`load_extended`, and the warning about a plain base: an adapter runs at its frequencies, or a warning is logged."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_an_adapter_without_its_config_is_refused(home, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "words"), [("", r"config\.json"), ("nothing", "nothing")])
-def test_what_is_no_model(tmp_path, name, words):
+def test_folders_without_a_model(tmp_path, name, words):
     with pytest.raises(PoSEError, match=words):
         load_extended(tmp_path / name)
 
 
-def test_a_plain_base_is_told(home):
+def test_a_plain_base_is_refused(home):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(home / "base")
@@ -85,15 +85,15 @@ def test_peft_warns_of_a_plain_base_and_of_nothing_else(home, tmp_path):
 
         _autoload._notice_plain_bases(peft.peft_model)
         _autoload._notice_plain_bases(peft.peft_model)
-        said: list[str] = []
-        log.warning = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
+        logged: list[str] = []
+        log.warning = lambda text, *args: logged.append(text % args)  # type: ignore[method-assign]
 
         def load(adapter: Path, extended: bool) -> int:
             config = AutoConfig.from_pretrained(home / ("adapter" if extended else "base"))
             base = AutoModelForCausalLM.from_pretrained(home / "base", config=config)
-            said.clear()
+            logged.clear()
             peft.PeftModel.from_pretrained(base, str(adapter))
-            return len([text for text in said if "was trained for 512 tokens" in text])
+            return len([text for text in logged if "was trained for 512 tokens" in text])
 
         foreign = tmp_path / "foreign"
         shutil.copytree(home / "adapter", foreign)

@@ -32,7 +32,7 @@ def run_lora(folder: Path, whole: list[str] | None) -> dict[str, Any]:
     trainer.train()
     trainer.save_model()
     moved = [name for name, p in trainer.model.named_parameters() if name in before and not p.equal(before[name])]
-    # As an upload would, which writes the card anew.
+    # As an upload would, which writes the card again.
     trainer.create_model_card(model_name="mine")
     return {"moved": moved, "trainable": list(before)}
 
@@ -65,7 +65,7 @@ def test_embeddings_and_norms_are_trained_and_saved(ran):
     assert "leaves" not in outcome.output
 
 
-def test_frozen_embeddings_and_norms_are_told_and_a_card_that_was_there_keeps_its_text(tmp_path):
+def test_frozen_embeddings_and_norms_are_logged_and_an_existing_card_keeps_its_text(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\nWords of mine.\n")
     output = forked(run_lora, tmp_path, None).output
@@ -79,8 +79,8 @@ def test_frozen_embeddings_and_norms_are_told_and_a_card_that_was_there_keeps_it
 @pytest.mark.parametrize("part", ["", "checkpoint-2"])
 def test_it_passes_the_check(ran, here, part, capsys):
     assert main(["check", str(ran[0] / "out" / part)]) == 0, capsys.readouterr().out
-    # A checkpoint is told apart from the end of training.
-    assert ("a checkpoint is written so on purpose" in capsys.readouterr().out) is bool(part)
+    # A checkpoint lacks the older form on purpose, and the report notes it.
+    assert ("on purpose" in capsys.readouterr().out) is bool(part)
 
 
 def test_checkpoint_and_end_are_different_models(ran, here):
@@ -103,7 +103,7 @@ def test_card_beside_trls_own(ran):
     text = (ran[0] / "out" / "README.md").read_text()
     assert text.count("<!-- pose-plugin: begin -->") == text.count("<!-- pose-plugin: end -->") == 1
     assert "a context window of 512 tokens" in text and "| window, tokens | 64 → 512 (8×) |" in text
-    # TRL's part stays behind ours.
+    # TRL's text stays, after the section.
     assert "was trained with SFT" in text
     assert text.index("pose-plugin: end") < text.index("TRL")
     assert json.loads((ran[0] / "out" / "pose.json").read_text())["target_length"] == 512

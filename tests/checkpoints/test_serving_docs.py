@@ -1,4 +1,4 @@
-"""What docs/serving.md and the README say of saved folders is what happens."""
+"""The commands and snippets of docs/serving.md and the README run; its table is what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md: metadata that the hub takes, a part of ours, and everything that others wrote."""
+"""README.md: metadata that the hub accepts, the section, and everything that others wrote."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_names_of_the_hub_are_kept_and_paths_are_not(full):
     assert "rows.jsonl" in (full / "README.md").read_text()
 
 
-def test_what_is_said(full):
+def test_the_section(full):
     text = card(full).text
     for line in (
         "# full: a context window of 512 tokens",
@@ -92,7 +92,7 @@ def test_adapter(tmp_path):
     assert "Model Card for Model ID" in written.text
 
 
-def test_others_text_and_metadata_stay_and_ours_is_renewed(full):
+def test_text_and_metadata_of_others_stay_and_the_section_is_renewed(full):
     (full / "README.md").write_text("---\nlicense: apache-2.0\ntags: [mine]\n---\n# Mine\n\nWords with a | pipe.\n")
     first = card(full)
     edit(full / "pose.json", lambda record: record.update(hardware="8 × H100"))
@@ -171,8 +171,8 @@ def test_at_the_end_of_a_run_a_half_written_tokenizer_is_waited_for(full, monkey
     assert "no model card" in caplog.text and "not valid JSON" in caplog.text
 
 
-def test_words_outlive_a_run_that_is_killed_while_another_card_is_in_their_place(tmp_path):
-    """A real kill while the framework writes its card, and a second run into the same folder."""
+def test_a_users_text_survives_a_kill_while_the_framework_writes_its_card(tmp_path):
+    """A real kill, and a second run into the same folder."""
     pytest.importorskip("transformers")
     readme = tmp_path / "README.md"
     readme.write_text("my words\n")

@@ -1,4 +1,4 @@
-"""`pose-plugin export`: the lines say what each engine would not derive by itself, and nothing is scaled twice."""
+"""`pose-plugin export`: the lines set what each engine would not derive by itself, and nothing is scaled twice."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_maxima(home, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_they_would_take_by_themselves_is_said(home, name):
+def test_their_own_default_is_noted(home, name):
     for engine, wrong in (("vllm", {"linear": 4096, "yarn-revised": 64}), ("sglang", {"linear": 4096})):
         notes = " ".join(exporter(engine)(read_saved(home / name)).notes)
         assert (f"would take {wrong.get(name)}, not 512" in notes) is (name in wrong)
@@ -85,10 +85,10 @@ def test_frequencies(home, name, engine, adapter):
     folder = home / (f"{name} adapter" if adapter else name)
     saved = read_saved(folder)
     (line,) = exporter(engine)(saved).lines
-    told = options(line).get("--hf-overrides" if engine == "vllm" else "--json-model-override-args", "{}")
+    passed = options(line).get("--hf-overrides" if engine == "vllm" else "--json-model-override-args", "{}")
     # The engine starts from the model that it is given, an adapter's plain base.
     config = config_of(home / "base" if adapter else folder)
-    config.update(json.loads(told))
+    config.update(json.loads(passed))
     assert config["max_position_embeddings"] == TARGET
     probe = json.loads((folder / "pose_probe.json").read_text())["frequencies"]
     (trained,) = probe.values()
@@ -100,7 +100,7 @@ def test_frequencies(home, name, engine, adapter):
 
 
 def test_the_rules_can_fail(home):
-    """Told nothing, an engine that starts from the plain base has other frequencies; longrope another scale."""
+    """Without overrides, the plain base has other frequencies, and longrope another scale."""
     trained = json.loads((home / "yarn" / "pose_probe.json").read_text())["frequencies"]["model.rotary_emb.inv_freq"]
     plain = config_of(home / "base")["rope_parameters"]
     angles, _ = engine_rules.vllm_row(plain, DIM, 63, TARGET)
@@ -115,8 +115,8 @@ def edited(folder: Path, change: Any) -> Any:
     return read_saved(folder)
 
 
-def test_a_rope_nested_by_layer_type_is_handed_over_whole(tmp_path):
-    """Of which only the layers that see far get the scale."""
+def test_a_rope_nested_by_layer_type_is_passed_complete(tmp_path):
+    """Only the layers that see far get the scale."""
     save_full(tmp_path / "model", "yarn-revised")
 
     def nest(values: dict[str, Any]) -> None:
@@ -125,9 +125,9 @@ def test_a_rope_nested_by_layer_type_is_handed_over_whole(tmp_path):
         values["rope_parameters"] = {"full_attention": flat, "sliding_attention": sliding}
 
     line = exporter("vllm")(edited(tmp_path / "model", nest)).lines[0]
-    told = json.loads(options(line)["--hf-overrides"])["rope_parameters"]
-    assert told["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
-    assert told["full_attention"]["long_mscale"] == told["full_attention"]["attention_factor"]
+    passed = json.loads(options(line)["--hf-overrides"])["rope_parameters"]
+    assert passed["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert passed["full_attention"]["long_mscale"] == passed["full_attention"]["attention_factor"]
 
 
 def test_an_adapter_of_a_multimodal_base_is_merged(tmp_path):
@@ -144,7 +144,7 @@ def test_an_adapter_of_a_multimodal_base_is_merged(tmp_path):
         assert "merge_and_unload" in made.lines[0] and "text_config" in made.notes[-1]
 
 
-def test_a_lost_tokenizer_limit_is_told(home, tmp_path):
+def test_a_lost_tokenizer_limit_is_refused(home, tmp_path):
     save_full(tmp_path / "model", "linear")
     edit(tmp_path / "model" / "tokenizer_config.json", lambda values: values.update(model_max_length=32))
     with pytest.raises(PoSEError, match=r"vLLM would allow 256 tokens.*tokenizer's model_max_length"):
@@ -237,8 +237,8 @@ def test_ollama_writes_a_modelfile(home):
 def test_older_form(home, tmp_path, name, capsys):
     command = ["export", str(home / name), "--engine", "transformers", "--form", "4", "--output", str(tmp_path / "old")]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert str(tmp_path / "old") in said and "--form 4" not in said
+    output = capsys.readouterr().out
+    assert str(tmp_path / "old") in output and "--form 4" not in output
     assert main([*command[:2], "--engine", "transformers"]) == 0 and "--form 4" in capsys.readouterr().out
     before, after = config_of(home / name), config_of(tmp_path / "old")
     assert "rope_parameters" not in after and after["rope_theta"] == before["rope_parameters"]["rope_theta"]
@@ -256,13 +256,13 @@ def test_older_form(home, tmp_path, name, capsys):
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "ollama", "tgi"])
 def test_a_folder_in_the_newer_form_alone(tmp_path, engine, capsys):
-    """As checkpoints are: an engine that reads the older keys would see no extension."""
+    """Like checkpoints: an engine that reads the older keys would see no extension."""
     folder = tmp_path / "checkpoint-2"
     save_full(folder, "yarn")
     edit(folder / "config.json", lambda values: values.pop("rope_scaling"))
     assert main(["export", str(folder), "--engine", engine]) == 2
-    said = capsys.readouterr().err
-    assert "no rope_scaling" in said and engine in said and "--form 4 --output FOLDER" in said
+    output = capsys.readouterr().err
+    assert "no rope_scaling" in output and engine in output and "--form 4 --output FOLDER" in output
     assert main(["export", str(folder), "--engine", "vllm"]) == 0
     assert main(["export", str(folder), "--engine", engine, "--form", "4", "--output", str(tmp_path / "old")]) == 0
     assert config_of(tmp_path / "old")["rope_scaling"]["rope_type"] == "yarn"
@@ -343,7 +343,7 @@ def test_without_heavy_imports():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_modelfile_of_the_users_is_left_as_it_is(tmp_path, capsys):
+def test_an_existing_modelfile_is_not_overwritten(tmp_path, capsys):
     save_full(tmp_path / "my model", "linear")
     file = tmp_path / "my model" / "Modelfile"
     file.write_text("FROM mine\n")

@@ -1,4 +1,4 @@
-"""What a plan decides, says and refuses; one test per trap."""
+"""What a plan decides, notes and refuses; one test per trap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformers import (
 from pose_plugin.config import RopeSettings
 from pose_plugin.rope import extend_context, kinds, plan_rope, theory
 from pose_plugin.utils.errors import PoSEError
-from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW
+from tests.rope.rope_models import CONFIGS, SMALL, WINDOW
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -123,7 +123,7 @@ def test_a_bad_factors_file_is_named(tmp_path, content, words):
     assert all(word in str(error.value) for word in [*words, "factors.json"])
 
 
-def test_none_keeps_the_frequencies_and_states_the_consequence():
+def test_none_keeps_the_frequencies_and_warns():
     plan = plan_rope(llama(), 32768, "none")
     assert plan.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
     assert plan.max_position_embeddings == 32768
@@ -151,7 +151,7 @@ def test_auto_shows_four_candidates_and_takes_the_larger_of_a_and_c():
     assert "auto takes (c)" in " ".join(large.notes)
 
 
-def test_a_base_that_is_too_small_is_called_so():
+def test_a_base_that_is_too_small_raises_a_warning():
     assert "shorter" in plan_rope(llama(), 32768, {"type": "base", "theta": 5e3}).warnings[0]
     assert "retrieval bound" in plan_rope(llama(), 32768, {"type": "base", "theta": 2e4}).warnings[0]
     assert plan_rope(llama(), 32768, {"type": "base", "theta": 2e8}).warnings == ()
@@ -221,7 +221,7 @@ def test_extending_with_another_kind_starts_from_the_true_original(first):
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_nothing_of_the_first_kind_is_left(first, second, tmp_path):
-    """Whatever came between, in the config and in its file: 64 → 256 → 1024 is 64 → 1024."""
+    """In the config and in its file, 64 → 256 → 1024 is 64 → 1024."""
     once = extend_context(CONFIGS["llama"](), 1024, settings(second))
     between = extend_context(CONFIGS["llama"](), 256, settings(first))
     between.save_pretrained(tmp_path)
@@ -237,7 +237,7 @@ def test_the_original_length_is_found_without_our_record(kind):
     assert plan_rope(config, 32768, "yarn").rope_parameters == WRITTEN["yarn"]
 
 
-def test_linear_without_a_record_divides_the_maximum_and_says_so():
+def test_linear_without_a_record_divides_the_maximum_with_a_note():
     config = llama(
         max_position_embeddings=16384,
         rope_parameters={"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
@@ -249,12 +249,12 @@ def test_linear_without_a_record_divides_the_maximum_and_says_so():
     assert (asked.original_length, asked.factor) == (16384, 4.0)
 
 
-def test_what_is_replaced_is_stated():
+def test_a_replaced_scaling_is_noted():
     config = llama(max_position_embeddings=131072, rope_parameters=dict(LLAMA3))
     plan = plan_rope(config, 262144, "yarn")
     assert (plan.original_length, plan.factor) == (8192, 32.0)
-    said = " ".join(plan.notes)
-    assert "replaces" in said and "llama3" in said and "factor 8" in said and "8192" in said
+    text = " ".join(plan.notes)
+    assert "replaces" in text and "llama3" in text and "factor 8" in text and "8192" in text
     assert plan.before == "llama3, theta 500000, factor 8, from 8192; window 131072"
     assert plan.after == "yarn, theta 500000, factor 32, from 8192; window 262144"
 
@@ -276,7 +276,7 @@ SCALED_BASES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", SCALED_BASES)
 def test_scaled_bases_of_others(base, kind):
-    """What a checkpoint without our record has is replaced, said so, and computed from its own original and theta."""
+    """The scaling of a checkpoint without a record is replaced, noted, and computed from its original length."""
     config = llama(
         hidden_size=32,
         num_attention_heads=2,
@@ -287,21 +287,21 @@ def test_scaled_bases_of_others(base, kind):
     assert (plan.original_length, plan.factor, plan.original_theta) == (2048, 16.0, 5e5)
     plain = llama(hidden_size=32, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert plan.rope_parameters == plan_rope(plain, 32768, settings(kind)).rope_parameters
-    said = " ".join(plan.notes)
+    text = " ".join(plan.notes)
     assert (
-        f"replaces the model's own scaling ({base}, theta 500000, factor 4" in said
-        and "nothing is scaled twice" in said
+        f"replaces the model's own scaling ({base}, theta 500000, factor 4" in text
+        and "nothing is scaled twice" in text
     )
 
 
-def test_a_target_inside_the_present_window_is_pointed_out():
+def test_a_target_inside_the_present_window_is_noted():
     config = llama(max_position_embeddings=131072, rope_parameters=dict(LLAMA3))
     plan = plan_rope(config, 65536, "yarn")
     assert plan.max_position_embeddings == 65536
     assert any("rope: none" in note for note in plan.notes)
 
 
-def test_the_models_own_yarn_shape_is_kept_unless_told_otherwise():
+def test_the_base_s_yarn_shape_is_kept_unless_settings_change_it():
     config = GptOssConfig()
     plan = plan_rope(config, 262144, "yarn")
     assert plan.rope_parameters["truncate"] is False
@@ -343,8 +343,8 @@ def test_multimodal_configs_are_read_at_their_text_part():
     ],
 )
 def test_a_sliding_window_below_the_target_is_warned_about(config, words):
-    said = " ".join(plan_rope(config, 1024).warnings)
-    assert all(word in said for word in words)
+    text = " ".join(plan_rope(config, 1024).warnings)
+    assert all(word in text for word in words)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +363,6 @@ def test_a_factor_that_does_not_match_the_target_is_warned_about():
     plan = plan_rope(llama(), 32768, {"type": "yarn", "factor": 8})
     assert plan.rope_parameters["factor"] == 8.0
     assert "16384" in plan.warnings[0] and "32768" in plan.warnings[0]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_rotary_dimension_of_each_family(name):
-    assert plan_rope(CONFIGS[name](), 1024).rotary_dim == ROTARY_DIM[name]
 
 
 def test_deepseek_keeps_its_temperature_in_the_softmax():

@@ -1,4 +1,4 @@
-"""Rotary buffers made anew after a cast, `to_empty` or a wrong number."""
+"""Rotary buffers restored after a cast, `to_empty` or a wrong number."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_to_empty(model, original):
         verify_rope(model)
     model.to_empty(device="cpu")
     for buffer in buffers(model).values():
-        buffer.zero_()  # what is really there is whatever was in memory
+        buffer.zero_()  # really there: anything that was in memory
     with pytest.raises(RopeMismatchError, match="to_empty, call"):
         verify_rope(model)
     assert restore_rope(model, only_coarse=True) == []

@@ -1,4 +1,4 @@
-"""Real models: what was planned is what turns, before and after a reload, and every slip is caught."""
+"""Real models: the planned frequencies are live, before and after a reload, and every mistake is caught."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_reloaded_without_us_the_model_computes_the_same(name, kind, tmp_path):
 
 
 @pytest.mark.parametrize("expected", ["plan", "config", "dict", "parameters"])
-def test_an_adapters_plain_base_is_caught_whatever_says_what_is_wanted(expected):
+def test_an_adapters_plain_base_is_caught_with_every_form_of_expectation(expected):
     base = LlamaConfig(**SMALL)
     plan, config = plan_rope(base, TARGET), extend_context(base, TARGET)
     wanted = {"plan": plan, "config": config, "dict": config.to_dict(), "parameters": plan.rope_parameters}
@@ -232,7 +232,7 @@ def test_gptj_keeps_a_table():
         short = build(GPTJConfig(**small, n_positions=64))
         short.config.n_positions = 128
         verify_rope(short)
-    # In each layer up to transformers 5.23, in one module of its own from 5.24 on.
+    # In each layer up to transformers 5.23, in a separate module from 5.24 on.
     owner = next(module for module in model.modules() if getattr(module, "embed_positions", None) is not None)
     owner.embed_positions[1, 2] *= 1.01
     with pytest.raises(RopeMismatchError, match=r"embed_positions\[2\]"):
