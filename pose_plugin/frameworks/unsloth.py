@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.config import PoSESettings
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
@@ -70,51 +68,3 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
                 with atomic_file(target) as part:
                     shutil.copy2(file, part)
     return str(path)
-
-
-def is_unsloth(model: Any) -> bool:
-    """Whether Unsloth loaded a model: it then carries the longest row it takes."""
-    return "unsloth" in sys.modules and _longest_row(model) is not None
-
-
-def require_unsloth_fits(model: Any, settings: PoSESettings) -> None:
-    """Checks that Unsloth's table reaches the farthest position, its scaling is not in ours' place, rows stay whole.
-
-    Raises:
-        PoSEError: naming what to load instead.
-    """
-    config, longest = model.config.get_text_config(), _longest_row(model) or 0
-    record = getattr(config, RECORD_KEY, None)
-    load = "FastLanguageModel.from_pretrained(extended_base(base, folder, target_length=…), max_seq_length=…)"
-    if not record:
-        raise PoSEError(
-            f"Unsloth loaded a base that was not extended: with max_seq_length={longest} it stretches the positions by "
-            f"a linear scaling of its own, or not at all. Load it by {load} "
-            "(from pose_plugin.frameworks.unsloth import extended_base)"
-        )
-    if longest > record["target_length"]:
-        raise PoSEError(
-            f"max_seq_length={longest} is beyond target_length={record['target_length']}, for which the base was "
-            f"extended: Unsloth then puts its own linear scaling in the place of rope={record['rope']}. Load with "
-            f"max_seq_length={settings.train_length or record['original_length']}, the trained window"
-        )
-    if settings.train_length is not None and longest < settings.train_length:
-        raise PoSEError(
-            f"max_seq_length={longest} is shorter than train_length={settings.train_length}: Unsloth cuts what is "
-            f"longer. Load with max_seq_length={settings.train_length}"
-        )
-    farthest = settings.target_length + settings.target_margin
-    if farthest > config.max_position_embeddings:
-        raise PoSEError(
-            f"target_length={settings.target_length} with target_margin={settings.target_margin} reaches position "
-            f"{farthest - 1}, but Unsloth's table of cos and sin ends at max_position_embeddings="
-            f"{config.max_position_embeddings} and is read beyond its end. Set target_margin: 0, or load from "
-            f"extended_base(…, target_length={farthest})"
-        )
-
-
-def _longest_row(model: Any) -> int | None:
-    # PEFT and accelerate wrap the model that carries it.
-    return next(
-        (m.max_seq_length for m in model.modules() if isinstance(getattr(m, "max_seq_length", None), int)), None
-    )

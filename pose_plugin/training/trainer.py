@@ -14,18 +14,19 @@ from pose_plugin.attention import RestartBoundaries, needs_one_row, require_pack
 from pose_plugin.checkpoints import complete_folder
 from pose_plugin.checkpoints.record import model_facts, run_facts
 from pose_plugin.collator import Packing, PositionCollator
-from pose_plugin.frameworks.unsloth import is_unsloth, require_unsloth_fits
 from pose_plugin.positions import coverage, make_sampler, many_chunks, simulable
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
+    is_unsloth,
     require_same_rope,
+    require_unsloth_fits,
     require_whole_rows,
     require_window,
     warn_of_other_settings,
+    warning_of_frozen_parts,
 )
 from pose_plugin.training.data_report import look_at_rows
-from pose_plugin.training.frozen import warning_of_frozen_parts
 from pose_plugin.training.precision import keep_small_steps
 from pose_plugin.training.saving import (
     complete_card,

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from pose_plugin.config import parse_settings
-from pose_plugin.frameworks.unsloth import extended_base, is_unsloth, require_unsloth_fits
+from pose_plugin.frameworks.unsloth import extended_base
 from pose_plugin.rope import extend_context, inverse_frequencies
+from pose_plugin.training.checks import is_unsloth, require_unsloth_fits
 from pose_plugin.utils.errors import PoSEError
 from tests.conftest import make_llama, make_tokenizer
 from tests.forked import good_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pose_plugin import extend_context
-from pose_plugin.training.frozen import frozen_parts, warning_of_frozen_parts
+from pose_plugin.training.checks import frozen_parts, warning_of_frozen_parts
 from tests.conftest import make_llama
 
 peft = pytest.importorskip("peft")
