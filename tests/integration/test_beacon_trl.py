@@ -239,13 +239,14 @@ def test_trainers_are_left_as_they_were(home):
     def case() -> tuple[bool, bool]:
         from transformers import Trainer
 
-        from pose_plugin.beacon.trainer import _Watch
+        from pose_plugin.training import binding
 
-        # Models of earlier tests in this process that are not collected yet, or that something holds, are watched too.
+        # Earlier tests in this process may still hold models.
         gc.unfreeze()
         gc.collect()
-        Trainer.train = _Watch._original or Trainer.train  # type: ignore[method-assign]
-        _Watch._alive, _Watch._original = 0, None
+        for place, entry in binding._wrapped.items():
+            setattr(*place, entry.original)
+        binding._wrapped.clear()
         before = Trainer.train
         trainer = trainer_of(home)
         during = Trainer.train is before
