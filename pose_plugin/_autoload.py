@@ -146,7 +146,7 @@ def _complete_merges(merge_lora: ModuleType) -> None:
         merged = os.path.join(str(cfg.output_dir), "merged")
         adapter = str(cfg.get("lora_model_dir") or cfg.output_dir)
         if os.path.isfile(os.path.join(adapter, "pose.json")) and not os.path.exists(os.path.join(merged, "pose.json")):
-            from pose_plugin.frameworks.axolotl import complete_forgotten
+            from pose_plugin.frameworks.axolotl_merge import complete_forgotten
 
             complete_forgotten(merged, adapter)
         return result

@@ -196,11 +196,11 @@ def test_a_four_bit_base(home, single):
 
 
 REFUSED = {
-    "packing": ({"packing": True}, "packing=True puts several texts"),
-    "padding free": ({"padding_free": True, "max_length": None}, "padding_free=True puts several texts"),
+    "packing": ({"packing": True}, "packing=True"),
+    "padding free": ({"padding_free": True, "max_length": None}, "padding_free=True"),
     "reentrant": (
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "zero gradient",
+        "use_reentrant",
     ),
 }
 
@@ -305,7 +305,7 @@ def test_zero3_with_checkpointing_is_refused_rather_than_trained_without_gradien
     environment = distributed.environment(distributed.Case("trl", "zero3", "lora"))
     case = functools.partial(learn, home, output_dir=str(home / "no"), strategy="zero3")
     for found in ranks(case, **environment):
-        assert isinstance(found, CaseError) and "use ZeRO-2 there" in str(found)
+        assert isinstance(found, CaseError) and "use ZeRO-2" in str(found)
 
 
 def test_the_launcher_and_the_example(tmp_path):
