@@ -232,7 +232,7 @@ def test_a_run_whose_beacons_get_no_gradient_is_stopped(home):
 
 
 def test_texts_within_one_interval_are_warned_about(home):
-    assert "nothing was condensed" in run(home, adapter={"interval": 32, "ratios": [2]}, max_length=30).output
+    assert "no beacon was trained" in run(home, adapter={"interval": 32, "ratios": [2]}, max_length=30).output
 
 
 def test_trainers_are_left_as_they_were(home):
