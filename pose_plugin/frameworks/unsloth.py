@@ -1,8 +1,7 @@
-"""Unsloth: a base folder that it loads at the target, and what must hold before it trains.
+"""Unsloth: write a base folder that Unsloth loads with the extended window.
 
-Three things go wrong there without a word. Its fused RoPE reads a table of cos and sin at each position without a look
-at the table's end, and the table is as long as the model's maximum when it was loaded. Asked for rows longer than that
-maximum, it puts a linear scaling of its own in the place of ours. And rows longer than its `max_seq_length` are cut.
+Unsloth's fused RoPE reads a table of cos and sin that is as long as the model's maximum at load time, so the config
+must be extended before. `training.checks.require_unsloth_fits` checks a loaded model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pose_plugin.utils.files import atomic_file, write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:
-    """A folder that differs from a base in its config alone, for `FastLanguageModel.from_pretrained`.
+    """Write a folder that differs from a base only in its config, for `FastLanguageModel.from_pretrained`.
 
         model, tokenizer = FastLanguageModel.from_pretrained(
             extended_base("unsloth/llama-3-8b-bnb-4bit", "extended", target_length=81920), max_seq_length=8192
@@ -28,7 +27,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
 
     Args:
         base: a local folder, or a name on the Hugging Face hub.
-        folder: where to write; the weights are linked, not copied, where the file system allows it.
+        folder: where to write; the weights are linked if the file system allows it, else copied.
         target_length: L_t, the wanted window in tokens.
         rope, settings: as for `extend_context`.
 
@@ -36,7 +35,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         `folder`.
 
     Raises:
-        PoSEError: the folder holds something else, or the rope cannot be (see `extend_context`).
+        PoSEError: the folder holds something else, or the rope is not possible (see `extend_context`).
     """
     source, path = Path(base), Path(folder)
     if not source.is_dir():
@@ -46,12 +45,12 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     extended = extend_context(values, target_length, rope, **settings)
     there = path / "config.json"
-    # Every rank of a script comes here, perhaps at once: another's config.json is there first, and whole.
+    # All ranks of a script may call this at once. Another rank's config.json is written first, and atomically.
     others = [each for each in path.iterdir() if not each.match("_*.part")] if path.exists() else []
     if path.resolve() == source.resolve() or (
         others and RECORD_KEY not in (there.read_text(encoding="utf-8") if there.exists() else "")
     ):
-        raise PoSEError(f"folder={str(path)!r} holds something else already; name one that is new or empty")
+        raise PoSEError(f"folder={str(path)!r} is not empty. Name a new or an empty folder")
     path.mkdir(parents=True, exist_ok=True)
     write_json(there, extended)
     for file in source.iterdir():
@@ -62,7 +61,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
             except FileExistsError:
                 continue
             except OSError:
-                # No links here. Another rank may be loading a copy already, so none is written over.
+                # No links on this file system. Another rank may be loading its copy, so a copy is never overwritten.
                 if target.exists():
                     continue
                 with atomic_file(target) as part:

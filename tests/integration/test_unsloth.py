@@ -102,7 +102,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(base, tmp_path, where)
     other.mkdir()
     (other / "note.txt").write_text("mine")
     before = (base / "config.json").read_text()
-    with pytest.raises(PoSEError, match="holds something else already; name one that is new or empty"):
+    with pytest.raises(PoSEError, match=r"folder=.* is not empty"):
         extended_base(base, tmp_path / where, target_length=TARGET)
     assert (base / "config.json").read_text() == before and [f.name for f in other.iterdir()] == ["note.txt"]
 
