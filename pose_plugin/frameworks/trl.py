@@ -131,7 +131,7 @@ def _packing(args: Any) -> Packing | None:
 
 
 def _flattened(collate: Any) -> Packing | None:
-    """Return how a collator packs by itself: some put a batch into one row whatever the trainer says."""
+    """Return how a collator packs by itself: some put a batch into one row without a setting of the trainer."""
     flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
     return Packing.SEQ_LENGTHS if flat else None
 

@@ -1,13 +1,13 @@
 """Bind a transformers `Trainer` to a PoSE collator or a Beacon adapter, whoever made it (Axolotl, TRL or the user).
 
 A trainer passes neither the epoch to its collator nor whether a batch is for evaluation, and it saves less than an
-extended model needs. Two things happen, both visible and neither to other programs:
+extended model needs. Two things are changed, and nothing in programs that use neither object:
 
 - While an object lives that needs its trainer (a `PoSECollator`, a trainable Beacon model), methods of trainer classes
-  are wrapped, so that a trainer with that object is bound by itself (`wrap_while_alive`).
-- A bound trainer becomes an instance of a subclass of its own class: `type(trainer).__mro__` begins with the class's
-  name, `PoSETrainerMixin` and the class. It ends with the trainer. `class MyTrainer(PoSETrainerMixin, SFTTrainer)`
-  writes the same down.
+  are wrapped, so that a trainer with this object is bound without a call (`wrap_while_alive`).
+- A bound trainer becomes an instance of a subclass of its own class, with `PoSETrainerMixin` in front:
+  `type(trainer).__mro__` shows it, and no other trainer is affected. `class MyTrainer(PoSETrainerMixin, SFTTrainer)`
+  does the same explicitly.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from pose_plugin.training.data_report import look_at_rows
 from pose_plugin.training.saving import (
     ModelCard,
     complete_card,
-    config_beside_shards,
     known_limit,
     probe_of,
     resumable,
+    save_config_with_shards,
     weights_are_divided,
 )
 from pose_plugin.utils.distributed import together
@@ -76,7 +76,7 @@ class PoSECallback(TrainerCallback):
         model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
         if trainer.is_fsdp_enabled:
-            config_beside_shards(model.config, Path(folder))
+            save_config_with_shards(model.config, Path(folder))
         limit = known_limit(trainer, settings.target_length)
         complete_folder(folder, model.config, settings, limit is None, facts=facts, probe=self.answered)
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):

@@ -132,9 +132,9 @@ def _require(report: RowReport, settings: PoSESettings) -> None:
         )
     if make_sampler(settings).needs_chats and report.documents and not report.borders:
         raise PoSEError(
-            f"sampler={settings.sampler} found no border between turns in {report.documents} rows. It reads labels (answers "
-            "in the loss, questions not) and the chat template. Mask the questions (TRL: assistant_only_loss=True; "
-            "Axolotl: type: chat_template), or use sampler: pose"
+            f"sampler={settings.sampler} found no border between turns in {report.documents} rows. It reads labels "
+            "(answers in the loss, questions not) and the chat template. Mask the questions (TRL: "
+            "assistant_only_loss=True; Axolotl: type: chat_template), or use sampler: pose"
         )
 
 

@@ -122,7 +122,7 @@ class ModelCard:
             complete_card(self.path.parent, known_limit(self.trainer, self.target_length))
 
 
-def config_beside_shards(config: Any, folder: Path) -> None:
+def save_config_with_shards(config: Any, folder: Path) -> None:
     """Save the config next to shards: SHARDED_STATE_DICT saves none, and merged shards would get the base's."""
     if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
         return
