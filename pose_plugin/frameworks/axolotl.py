@@ -69,12 +69,13 @@ class PosePlugin(BasePlugin):
         Raises:
             PoSEError: naming the key, its value and the fix.
         """
+        if not self._is_live():
+            return
         show_log()
+        beacon.prepare(cfg)
         listed = any(str(name).startswith(_BARE) for name in cfg.get("plugins") or [])
-        if self._is_live():
-            beacon.prepare(cfg)
         if cfg.get("pose") is None:
-            if listed and self._is_live() and not beacon.is_beacon(cfg):
+            if listed and not beacon.is_beacon(cfg):
                 log.warning(
                     "plugins names pose_plugin, but there is no `pose:` block, so it does nothing. Add one, e.g. "
                     "`pose: {target_length: 32768}`, or remove the plugin"
@@ -82,8 +83,6 @@ class PosePlugin(BasePlugin):
             return
         if not listed:
             raise PoSEError(FORGOTTEN_LINE)
-        if not self._is_live():
-            return
         settings = settings_of(cfg)
         _require_compatible(cfg, settings)
         _warn_of_likely_mistakes(cfg, settings)
@@ -111,7 +110,7 @@ class PosePlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if beacon.is_beacon(cfg) and self._is_live():
-            # Imported here: other runs need nothing of it.
+            # Imported here, as other runs do not need it.
             from pose_plugin.beacon.trainer import bind_beacon
 
             bind_beacon(trainer)
