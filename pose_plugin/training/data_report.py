@@ -6,7 +6,8 @@ warning names the number of a row, so that the user can look at it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,70 +24,51 @@ from pose_plugin.utils.errors import PoSEError
 MOST_ROWS, MOST_TOKENS = 1000, 2_000_000
 
 
-@dataclass
-class Found:
-    """Rows with one property: how many, and the first of them."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, name: Callable[[], str]) -> None:
-        self.count += 1
-        self.first = self.first or name()
+# What may be wrong with a document, and what the log says of the rows with it; {window} is train_length.
+FINDINGS = {
+    # No token of the window is in the loss.
+    "silent": "have no token in the loss and train nothing. Drop them; if answers are after the window (train_length="
+    "{window}), lengthen the window or shorten the documents",
+    # The window ends before the last token that is in the loss.
+    "cut": "have answers after the window (train_length={window}), which are not trained. Lengthen the window or drop "
+    "longer rows",
+    "shifted": "have labels that differ from the tokens at their positions. Models shift labels themselves: labels are "
+    f"the input_ids, or {IGNORED_LABEL}",
+    "lost": "have an answer in the loss and a later one that is not. This happens if a text quotes the chat template. "
+    "Check the row; ignore this if it is intended",
+    # The header after the end of a turn is in the loss, although other tokens of the row are not.
+    "running": "have the header of a turn in the loss. This happens if the assistant's mask runs into the next question"
+    " (a template that ends {{% generation %}} in white space). Check the row; ignore this if an answer quotes a chat",
+    "whole": "are chats with every token in the loss, questions included. To train answers only, set "
+    "assistant_only_loss=True in TRL, or type: chat_template with roles_to_train: [assistant] in Axolotl",
+    "pieces": "are chats longer than the window, and content={content} drops parts of them, so answers lose their "
+    "questions. Use content: contiguous for chats",
+}
 
 
 @dataclass
 class RowReport:
-    """Counts of what was found in the documents that were checked.
+    """What was found in the documents that were checked.
 
     Attributes:
         documents: the number of documents.
-        chats: documents with labels on a part of their tokens, or with headers of turns.
-        silent: no token of the window is in the loss.
-        cut: the window ends before the last token that is in the loss.
-        shifted: a label differs from the token at its position.
-        lost: an answer is in the loss and a later one is not.
-        running: the header after the end of a turn is in the loss, although other tokens of the row are not.
-        whole: a chat with every token in the loss.
-        pieces: a chat longer than the window, of which `content` takes pieces.
-        borders: documents with a place for a jump, for samplers that need one.
+        bordered: those with a border for a jump, for samplers that need chats.
+        counts: the number of documents with each of the `FINDINGS`.
+        first: the first document with each of them.
     """
 
     documents: int = 0
-    chats: int = 0
-    silent: Found = field(default_factory=Found)
-    cut: Found = field(default_factory=Found)
-    shifted: Found = field(default_factory=Found)
-    lost: Found = field(default_factory=Found)
-    running: Found = field(default_factory=Found)
-    whole: Found = field(default_factory=Found)
-    pieces: Found = field(default_factory=Found)
-    borders: int = 0
+    bordered: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
 
     def warnings(self, settings: PoSESettings) -> list[str]:
-        """Return a sentence for each property that was found, with its first row and the fix."""
-        window = settings.train_length
-        sentences = {
-            "silent": "have no token in the loss and train nothing. Drop them; if answers are after the window "
-            f"(train_length={window}), lengthen the window or shorten the documents",
-            "cut": f"have answers after the window (train_length={window}), which are not trained. Lengthen the window "
-            "or drop longer rows",
-            "shifted": "have labels that differ from the tokens at their positions. Models shift labels themselves: "
-            f"labels are the input_ids, or {IGNORED_LABEL}",
-            "lost": "have an answer in the loss and a later one that is not. This happens if a text quotes the chat "
-            "template. Check the row; ignore this if it is intended",
-            "running": "have the header of a turn in the loss. This happens if the assistant's mask runs into the next "
-            "question (a template that ends {% generation %} in white space). Check the row; ignore this if an answer "
-            "quotes a chat",
-            "whole": "are chats with every token in the loss, questions included. To train answers only, set "
-            "assistant_only_loss=True in TRL, or type: chat_template with roles_to_train: [assistant] in Axolotl",
-            "pieces": f"are chats longer than the window, and content={settings.content} drops parts of them, so "
-            "answers lose their questions. Use content: contiguous for chats",
-        }
+        """Return a sentence for each finding, with its first row and the fix."""
+        values = {"window": settings.train_length, "content": settings.content}
         return [
-            f"{found.count} of {self.documents} rows {text} (the first: {found.first})"
-            for name, text in sentences.items()
-            if (found := getattr(self, name)).count
+            f"{self.counts[name]} of {self.documents} rows {sentence.format(**values)} (the first: {self.first[name]})"
+            for name, sentence in FINDINGS.items()
+            if self.counts[name]
         ]
 
 
@@ -110,66 +92,54 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
     needs_chats = make_sampler(settings).needs_chats
     report = RowReport()
     for number, feature in _documents(dataset):
-
-        def name(row: int = number, document: Any = feature) -> str:
-            return f"row {row}, {_excerpt(document, tokenizer)}"
-
-        _look(report, feature, settings, headers, name)
+        report.documents += 1
+        for name in _findings(feature, settings, headers):
+            report.counts[name] += 1
+            if name not in report.first:
+                report.first[name] = f"row {number}, {_excerpt(feature, tokenizer)}"
         if needs_chats:
             (offered,) = collator.borders([feature])
             size = settings.train_length or len(feature["input_ids"])
-            report.borders += int(offered is not None and bool((offered < size).any()))
-    _require(report, settings)
-    return report if report.documents else None
-
-
-def _require(report: RowReport, settings: PoSESettings) -> None:
-    if report.documents and report.silent.count == report.documents:
+            report.bordered += int(offered is not None and bool((offered < size).any()))
+    if not report.documents:
+        return None
+    if report.counts["silent"] == report.documents:
         raise PoSEError(
             f"train_length={settings.train_length}: none of {report.documents} rows has a token in the loss within the "
-            f"window (the first: {report.silent.first}). Check which roles are trained and the chat template; if "
+            f"window (the first: {report.first['silent']}). Check which roles are trained and the chat template; if "
             "answers are after the window, lengthen it"
         )
-    if make_sampler(settings).needs_chats and report.documents and not report.borders:
+    if needs_chats and not report.bordered:
         raise PoSEError(
             f"sampler={settings.sampler} found no border between turns in {report.documents} rows. It reads labels "
             "(answers in the loss, questions not) and the chat template. Mask the questions (TRL: "
             "assistant_only_loss=True; Axolotl: type: chat_template), or use sampler: pose"
         )
+    return report
 
 
-def _look(
-    report: RowReport,
-    feature: Any,
-    settings: PoSESettings,
-    headers: TurnTokens | None,
-    name: Callable[[], str],
-) -> None:
+def _findings(feature: Any, settings: PoSESettings, headers: TurnTokens | None) -> Iterator[str]:
+    """Yield the names of what is wrong with a document."""
     tokens = np.asarray(feature["input_ids"])
     trained = supervised(feature)
-    report.documents += 1
     places = headers_behind_ends(tokens, headers)
-    partly = trained is not None and bool(trained.any()) and not bool(trained.all())
-    if partly or places:
-        report.chats += 1
     if trained is None or trained.all():
         if places:
-            report.whole.add(name)
+            yield "whole"
         return
     size = settings.train_length or len(tokens)
     if not trained[:size].any():
-        report.silent.add(name)
+        yield "silent"
     elif trained[size:].any() and settings.content == "contiguous":
-        report.cut.add(name)
-    labels = np.asarray(feature["labels"]) if "labels" in feature else None
-    if labels is not None and (labels[trained] != tokens[trained]).any():
-        report.shifted.add(name)
+        yield "cut"
+    if "labels" in feature and (np.asarray(feature["labels"])[trained] != tokens[trained]).any():
+        yield "shifted"
     if places and trained[list(places)].any():
-        report.running.add(name)
+        yield "running"
     if headers is not None and _lost(trained, places, np.isin(tokens, headers.closing)):
-        report.lost.add(name)
-    if partly and len(tokens) > size and settings.content != "contiguous":
-        report.pieces.add(name)
+        yield "lost"
+    if trained.any() and len(tokens) > size and settings.content != "contiguous":
+        yield "pieces"
 
 
 def _lost(trained: np.ndarray, places: dict[int, bool], closing: np.ndarray) -> bool:
