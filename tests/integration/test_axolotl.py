@@ -578,7 +578,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no chunks": (pose(chunks=0), ["pose.chunks=0", "greater than or equal to 1"]),
     "unknown key": (pose(target_len=512), ["pose.target_len=512 is not a known key", "train_length"]),
     "unknown key of the rope": (pose(rope={"type": "yarn", "faktor": 2}), ["pose.rope.faktor=2", "factor"]),
-    "unknown rope": (pose(rope="stretch"), ["pose.rope.type='stretch'", "'yarn'"]),
+    "unknown rope": (pose(rope="stretch"), ["rope.type=stretch", "yarn"]),
     "dynamic": (pose(rope="dynamic"), ["dynamic NTK is for inference only", "rope: ntk"]),
     "float length": (pose(target_length=512.0), ["pose.target_length=512.0", "write 512"]),
     "true for a length": (pose(target_length=True), ["pose.target_length=True"]),
