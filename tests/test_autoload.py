@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def do_merge_lora(*, cfg):
     return cfg
 """
 # The hook goes on waiting for PEFT.
-WAITING = "[f for f in sys.meta_path if type(f).__module__ == 'pose_plugin._autoload' and 'axolotl' in str(f.waiting)]"
+WAITING = "[f for f in sys.meta_path if type(f).__module__ == 'pose_plugin_hook' and 'axolotl' in str(f.waiting)]"
 
 
 def fake_axolotl(folder: Path, base: str = OLD_BASE, config: str = OLD_CONFIG) -> Path:
@@ -101,7 +102,7 @@ def test_looking_for_the_module_is_not_importing_it(tmp_path):
     out = good(
         """
 import importlib.util
-from pose_plugin._autoload import install
+from pose_plugin_hook import install
 install()
 importlib.util.find_spec("axolotl.integrations.base")
 from axolotl.integrations.base import load_plugin
@@ -116,7 +117,7 @@ def test_modules_that_are_imported_already(tmp_path):
     out = good(
         f"""
 import axolotl.integrations.base as base, axolotl.utils.config, axolotl.cli.merge_lora
-from pose_plugin._autoload import install
+from pose_plugin_hook import install
 install(); install()
 print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.__wrapped__, "__wrapped__"))
 """,
@@ -126,14 +127,14 @@ print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.
 
 
 def test_installing_twice_waits_once(tmp_path):
-    code = f"from pose_plugin._autoload import install\ninstall(); install()\nprint(len({WAITING}))"
+    code = f"from pose_plugin_hook import install\ninstall(); install()\nprint(len({WAITING}))"
     assert good(code, fake_axolotl(tmp_path)) == "1"
 
 
 def test_version_with_entry_points_is_left_alone(tmp_path):
     out = good(
         """
-from pose_plugin._autoload import install
+from pose_plugin_hook import install
 install()
 import axolotl.integrations.base as base
 print(hasattr(base.load_plugin, "__wrapped__"))
@@ -156,7 +157,7 @@ print(hasattr(base.load_plugin, "__wrapped__"))
 def test_forgotten_line(tmp_path, plugins, refused):
     out = good(
         f"""
-from pose_plugin._autoload import install
+from pose_plugin_hook import install
 install()
 from axolotl.utils.config import validate_config
 try:
@@ -219,14 +220,57 @@ except ModuleNotFoundError as error:
     assert out.splitlines() == ["2.0", "axolotl"]
 
 
+BROKEN = {
+    "a merge conflict": {"__init__.py": "<<<<<<< HEAD\n", "_autoload.py": "PATCHES = {}\n"},
+    "a file of 0 bytes": {"__init__.py": "", "_autoload.py": ""},
+    "half of the package": {"__init__.py": ""},
+    "no package": {},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_package_breaks_no_other(tmp_path, name):
+    fake_axolotl(tmp_path)
+    for file, text in BROKEN[name].items():
+        (tmp_path / "pose_plugin").mkdir(exist_ok=True)
+        (tmp_path / "pose_plugin" / file).write_text(text)
+    shutil.copy(Path(__file__).parents[1] / "pose_plugin_hook.py", tmp_path)
+    out = good(
+        """
+# An editable installation would find the package of this checkout.
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+from pose_plugin_hook import install
+install()
+import axolotl.integrations.base as base
+print(base.load_plugin("a.B"), "pose_plugin.config" in sys.modules)
+""",
+        tmp_path,
+        PYTHONPATH=str(tmp_path),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert out == "('a', 'B') False"
+
+
+def test_installing_imports_nothing_of_the_package(tmp_path):
+    code = "from pose_plugin_hook import install; install(); print([n for n in sys.modules if n.startswith('pose')])"
+    assert good(code, tmp_path) == "['pose_plugin_hook']"
+
+
+def test_the_hook_waits_for_what_is_patched():
+    import pose_plugin_hook
+    from pose_plugin._autoload import PATCHES
+
+    assert sorted(PATCHES) == sorted(pose_plugin_hook.WAITING)
+
+
 def test_torch_imports_where_a_patch_raises(tmp_path, installed):
     """Both ways: the module comes later, or is there when the hook is installed."""
     code = """
 import pose_plugin._autoload as autoload
 def fail(module):
     raise RuntimeError("patch")
-for name in autoload._PATCHES:
-    autoload._PATCHES[name] = fail
+for name in autoload.PATCHES:
+    autoload.PATCHES[name] = fail
 FIRST
 import torch
 import axolotl.integrations.base as base

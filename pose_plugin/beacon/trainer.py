@@ -1,15 +1,14 @@
-"""Activation Beacon in a transformers `Trainer`, whoever made it: TRL, Axolotl, or the user.
+"""Activation Beacon in a transformers `Trainer`, whoever made it: TRL, Axolotl or the user.
 
     SFTTrainer(model, args=args, train_dataset=dataset, peft_config=BeaconConfig(interval=1024)).train()
 
-A trainer whose model has a trainable Beacon adapter is bound when it begins to train; nothing needs to be called.
+A trainer whose model has a trainable Beacon adapter is bound when it begins to train, without any call.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,22 +19,44 @@ from pose_plugin.beacon.checks import check_checkpointing
 from pose_plugin.beacon.layer import BeaconLayer
 from pose_plugin.beacon.register import find_tuner
 from pose_plugin.beacon.training import IntervalSampler, beacon_gradient_norm, check_beacon_gradients, set_ratio_step
+from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
+from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_undivided
 from pose_plugin.training.precision import watch_small_steps
 from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log, show_log
 
+_PACKED = "several texts in one row would be condensed into one another. Set it to False"
+_REFUSED = dict.fromkeys(("packing", "eval_packing", "padding_free"), _PACKED)
+
+
+def watch(tuner: Any) -> None:
+    """Bind trainers of Beacon models when they begin to train, while this model lives.
+
+    All runs go through `Trainer.train`. By then the trainer has its model, even one from `model_init`.
+    """
+    wrap_while_alive(tuner, {(Trainer, "train"): _bind_before})
+
+
+def _bind_before(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    if has_beacon(trainer.model):
+        bind_beacon(trainer)
+    return train(trainer, *args, **kwargs)
+
 
 def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconCallback:
-    """Gives a trainer what training beacons needs. A second call changes nothing.
+    """Give a trainer what it needs to train beacons. A second call changes nothing.
 
-    Ratios follow the global step, so ranks draw alike and a resumed run draws what the first would have drawn; rows
-    read at the same time have the same number of intervals; the first step that condenses must leave a gradient.
+    Ratios follow the global step, so all ranks draw the same ones and a resumed run draws what the first would have.
+    Rows that are read together have the same number of intervals. The first step that condenses must leave a gradient.
 
     Args:
-        trainer: whose model is a PEFT model with a Beacon adapter.
+        trainer: its model is a PEFT model with a Beacon adapter.
         group_by_intervals: order the training data by interval count (see `IntervalSampler`; it repeats some rows).
-            None: where more than one row is read at a time and the data has lengths.
+            None: if more than one row is read at a time and the lengths of the data are known.
+
+    Returns:
+        the callback that was added to the trainer.
 
     Raises:
         PoSEError: packing, FSDP, context parallelism, reentrant checkpointing, or ZeRO-3 ranks that would read
@@ -46,18 +67,23 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
             return callback
     show_log()
     tuner = find_tuner(trainer.model)
-    refuse(trainer)
+    require_trainable(trainer)
     _pad_on_the_right(trainer)
     # TRL below 1.16 logs accuracy and entropy from sums that its own chunked loss would have left.
     tuner.report_statistics = getattr(trainer.args, "loss_type", None) == "chunked_nll"
-    callback = BeaconCallback(_group(trainer, tuner.active_config.interval, group_by_intervals))
+    sampler = _group(trainer, tuner.active_config.interval, group_by_intervals)
+    if sampler is not None:
+        add_mixin(trainer)
+        trainer.pose_train_sampler = sampler
+    callback = BeaconCallback(sampler)
     trainer.add_callback(callback)
+    offer_trainer(trainer)
     watch_small_steps(trainer)
     return callback
 
 
 class BeaconCallback(TrainerCallback):
-    """Tells the model the step, the sampler the epoch, and judges the first gradient."""
+    """Passes the step to the model and the epoch to the sampler, and checks the first gradient."""
 
     def __init__(self, sampler: IntervalSampler | None = None) -> None:
         self.sampler = sampler
@@ -67,7 +93,7 @@ class BeaconCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_checkpointing(find_tuner(kwargs["model"])._decoder_layers)
-        # After a resume the trainer goes on in the epoch in which it was stopped.
+        # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         self._judged = False
 
@@ -92,10 +118,10 @@ class BeaconCallback(TrainerCallback):
                 log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
 
     def _norm(self, model: Any) -> float | None:
-        """Of the gradients of all ranks; None where nothing was condensed on any.
+        """Return the norm of all ranks' gradients; None if no rank condensed anything.
 
-        Ranks read rows of their own, and one whose labels all stand before its first beacon leaves no gradient. That is
-        no fault while another leaves one; and where none does, all stop.
+        A rank whose labels are all before its first beacon has no gradient, which is fine as long as another rank has
+        one. If none has, all stop.
         """
         assert self._watch is not None
         condensed = find_tuner(model).condensed_since_step
@@ -114,13 +140,13 @@ class BeaconCallback(TrainerCallback):
             self._watch.remove()
             self._watch = None
             log.warning(
-                "beacons: no training text was longer than one interval, so nothing was condensed and no beacon was "
-                "trained. Give longer texts, or a smaller interval"
+                "beacons: no training text was longer than one interval, so no beacon was trained. Use longer texts or "
+                "a smaller interval"
             )
 
 
 class GradientWatch:
-    """Norms of the beacons' gradients as backward makes them: DeepSpeed has used and freed them when it is done."""
+    """Norms of the beacons' gradients, taken during the backward pass: DeepSpeed frees the gradients in it."""
 
     def __init__(self, tuner: Any) -> None:
         self._norms: dict[int, torch.Tensor] = {}
@@ -139,7 +165,7 @@ class GradientWatch:
         self._norms[key] = norm + self._norms[key] if key in self._norms else norm
 
     def norm(self, parameter: Any) -> torch.Tensor | None:
-        """The sum of the norms of a parameter's gradients since the watch began; None where there were none."""
+        """Return the sum of the norms of a parameter's gradients since the watch began; None if it had none."""
         return self._norms.get(id(parameter))
 
     def remove(self) -> None:
@@ -147,38 +173,26 @@ class GradientWatch:
             handle.remove()
 
 
-def refuse(trainer: Any) -> None:
-    """What cannot be right for beacons, whatever the model.
+def require_trainable(trainer: Any) -> None:
+    """Raise for settings with which no Beacon model can be trained.
 
     Raises:
-        PoSEError: naming the setting and the way out.
+        PoSEError: naming the setting and the fix.
     """
     args = trainer.args
-    for key in ("packing", "eval_packing", "padding_free"):
-        if getattr(args, key, False):
-            raise PoSEError(
-                f"{key}=True puts several texts into one row, and beacons would condense one into another. "
-                f"Set {key}=False"
-            )
+    refuse_settings(lambda key: getattr(args, key, None), _REFUSED, "a Beacon adapter")
+    require_undivided(parallel_sizes(trainer, "cp_size", "sp_size", "tp_size"))
     if trainer.is_fsdp_enabled:
         raise PoSEError(
-            "fsdp: Beacon reads its embedding and rotates keys outside of the layers' forwards, where FSDP keeps "
+            "fsdp: Beacon reads its embedding and rotates keys outside the forwards of the layers, where FSDP keeps "
             "parameters divided. Use DDP, or DeepSpeed ZeRO-2 or ZeRO-3"
         )
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    for key in ("cp_size", "sp_size", "tp_size"):
-        size = getattr(parallel, key, None) or 1
-        if size > 1:
-            raise PoSEError(
-                f"{key}={size} divides a row or a projection over devices, and beacons read a row in intervals with "
-                f"whole projections. Set {key}: 1 and use data parallelism or ZeRO"
-            )
     asked = getattr(args, "gradient_checkpointing_kwargs", None) or {}
     if getattr(args, "gradient_checkpointing", False) and asked.get("use_reentrant"):
         raise PoSEError(
             "gradient_checkpointing_kwargs={'use_reentrant': True} gives every beacon parameter a zero gradient. Set "
-            "{'use_reentrant': False}. TRL sets it to true by itself for PEFT with DeepSpeed ZeRO-3 and checkpointing: "
-            "use ZeRO-2 there, or no checkpointing"
+            "{'use_reentrant': False}. With PEFT, DeepSpeed ZeRO-3 and checkpointing, TRL sets it to True by itself: "
+            "use ZeRO-2, or no checkpointing"
         )
 
 
@@ -190,42 +204,42 @@ def _pad_on_the_right(trainer: Any) -> None:
 
 
 def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler | None:
+    """Return the sampler that orders rows by interval count; None if the trainer's own order will do."""
     args, data = trainer.args, trainer.train_dataset
     ranks, rows = max(1, int(args.world_size)), int(args.per_device_train_batch_size)
     if hasattr(trainer, "_train_batch_size"):
         rows = max(rows, int(trainer._train_batch_size or 0))
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
+    # Each interval is a forward, and under ZeRO-3 each forward needs all ranks.
     must = ranks > 1 and stage == 3
     if wanted is False or (wanted is None and ranks * rows == 1):
         if must:
             raise PoSEError(
-                "group_by_intervals=False: under DeepSpeed ZeRO-3 ranks that read different numbers of intervals wait "
-                "for each other for ever. Leave it out, or use DDP or ZeRO-2"
+                "group_by_intervals=False: ranks of DeepSpeed ZeRO-3 that read different numbers of intervals hang. "
+                "Remove it, or use DDP or ZeRO-2"
             )
         return None
     lengths = lengths_of(data, getattr(args, "max_length", None))
     if lengths is None:
         if must or wanted:
             raise PoSEError(
-                f"train_dataset: {type(data).__name__} tells no lengths, so texts cannot be grouped by interval count, "
-                "which DeepSpeed ZeRO-3 needs (its ranks would wait for each other for ever). Use a map-style dataset "
-                "with `input_ids`, or DDP or ZeRO-2"
+                f"train_dataset: {type(data).__name__} has no known lengths, so texts cannot be grouped by interval "
+                "count, and without that the ranks of DeepSpeed ZeRO-3 hang. Use a map-style dataset with `input_ids`, "
+                "or DDP or ZeRO-2"
             )
         return None
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
     if must and interval % multiple and multiple % interval:
         raise PoSEError(
-            f"interval={interval}: rows are padded to a multiple of {multiple} tokens, so that ranks whose texts have "
-            "the same number of intervals would read different ones, and under DeepSpeed ZeRO-3 wait for each other "
-            f"for ever. Use an interval that is a multiple of {multiple} (or divides it), or DDP or ZeRO-2"
+            f"interval={interval}: rows are padded to a multiple of {multiple} tokens, which gives texts with the same "
+            "number of intervals different ones, and under DeepSpeed ZeRO-3 the ranks hang. Use an interval that is a "
+            f"multiple of {multiple} (or divides it), or DDP or ZeRO-2"
         )
-    sampler = IntervalSampler(lengths, interval, rows, ranks, seed=int(args.data_seed or args.seed))
-    trainer._get_train_sampler = lambda *_args, **_kwargs: sampler
-    return sampler
+    return IntervalSampler(lengths, interval, rows, ranks, seed=int(args.data_seed or args.seed))
 
 
 def lengths_of(data: Any, longest: int | None = None) -> list[int] | None:
-    """Tokens of each row; None where they are not known before the data is read.
+    """Return the number of tokens of each row; None if it is not known before the data is read.
 
     Args:
         data: a map-style dataset with `input_ids` or `length`.
@@ -244,42 +258,8 @@ def lengths_of(data: Any, longest: int | None = None) -> list[int] | None:
     return [min(int(n), longest) if longest else int(n) for n in found]
 
 
-class _Watch:
-    """While a trainable Beacon model lives, trainers of such models are bound when they begin to train.
-
-    `Trainer.train` is what every trainer's run goes through; it is left as it was when the last model is gone.
-    """
-
-    _alive = 0
-    _original: Any = None
-
-    @classmethod
-    def add(cls, tuner: Any) -> None:
-        cls._alive += 1
-        weakref.finalize(tuner, cls._release).atexit = False
-        if cls._original is not None:
-            return
-        cls._original = original = Trainer.train
-
-        @functools.wraps(original)
-        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            if has_beacon(trainer.model):
-                bind_beacon(trainer)
-            return original(trainer, *args, **kwargs)
-
-        Trainer.train = train  # type: ignore[method-assign,assignment]
-
-    @classmethod
-    def _release(cls) -> None:
-        cls._alive -= 1
-        if cls._alive == 0:
-            Trainer.train, cls._original = cls._original, None  # type: ignore[method-assign]
-
-
-watch = _Watch.add
-
-
 def has_beacon(model: Any) -> bool:
+    """Return whether a model has a Beacon adapter that is not disabled."""
     try:
         tuner = find_tuner(model)
     except PoSEError:

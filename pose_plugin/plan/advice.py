@@ -122,10 +122,10 @@ def _about_precision(plan: Plan) -> list[str]:
 
 def _about_frozen_parts(plan: Plan, original: int) -> list[str]:
     """Return a warning if an adapter leaves parts frozen that a large stretch needs trained."""
-    from pose_plugin.training.frozen import LARGE
+    from pose_plugin.training.checks import LARGE_STRETCH
 
     run = plan.inputs.run
-    if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE:
+    if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE_STRETCH:
         return []
     saved = " ".join(run.saved_modules)
     frozen = [name for name, part in (("embeddings", "embed"), ("norms", "norm")) if part not in saved]

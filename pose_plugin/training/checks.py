@@ -1,71 +1,104 @@
-"""What must hold of the trainer and its model before the first step."""
+"""What must hold of a trainer, its model and its settings before the first step.
+
+Everything here would otherwise go wrong silently. Nothing heavy is imported, as `pose-plugin plan` reads this too.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from transformers import Trainer
 
 from pose_plugin.checkpoints import read_record
 from pose_plugin.config import PoSESettings
+from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log
 
+# LongLoRA (arXiv 2309.12307) stretched Llama 2 by 8: LoRA alone stayed behind full training at every rank, LoRA with
+# trained embeddings and norms did not.
+LARGE_STRETCH = 8.0
 
-def require_whole_rows(trainer: Trainer) -> None:
-    """Checks that no row is split over devices.
+
+def refuse_settings(value_of: Callable[[str], Any], refused: Mapping[str, str], method: str) -> None:
+    """Raise for the first setting of a table that is on.
+
+    Args:
+        value_of: gives the value of a setting by its name, None if it is not set.
+        refused: for each setting, why it cannot be used and what to do.
+        method: what it cannot be combined with.
 
     Raises:
-        PoSEError: context or sequence parallelism is on. Its ring of devices takes neither the mask nor the rule that
-            keep the chunks of a row together.
+        PoSEError: naming the setting, its value, the reason and the fix.
     """
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    for key in ("cp_size", "sp_size"):
-        size = getattr(parallel, key, None) or 1
-        if size > 1:
+    for key, why in refused.items():
+        if value := value_of(key):
+            raise PoSEError(f"{key}={value!r} cannot be combined with {method}: {why}")
+
+
+def require_undivided(sizes: Mapping[str, Any]) -> None:
+    """Check that rows and projections are not split over devices (context, sequence and tensor parallelism).
+
+    Chunks of a row on different devices would not be kept together: neither the mask nor the rule that finds documents
+    reaches the other devices. Beacons also need whole projections.
+
+    Args:
+        sizes: for each setting, the number of devices; None, 0 and 1 leave rows whole.
+
+    Raises:
+        PoSEError: a size is above 1.
+    """
+    for key, size in sizes.items():
+        if size not in (None, 0, 1):
             raise PoSEError(
-                f"{key}={size} splits each row over {size} devices, and chunks on different ones would not be kept "
-                f"together. Set {key}: 1: PoSE rows are short, and data parallelism or ZeRO-3/FSDP uses the devices"
+                f"{key}={size} splits rows or projections over devices, and the parts of a document would lose each "
+                f"other. Set {key}: 1 and use data parallelism or DeepSpeed ZeRO"
             )
 
 
+def parallel_sizes(trainer: Any, *keys: str) -> dict[str, Any]:
+    """Return settings of accelerate's `ParallelismConfig` by name, for `require_undivided`."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return {key: getattr(config, key, None) for key in keys}
+
+
 def require_window(config: Any, target_length: int) -> None:
-    """Checks that a model was built for the target.
+    """Check that a model was built for the target.
 
     Raises:
         PoSEError: its maximum is below the target, or it has none (no rotary positions).
     """
     text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if most is None or most < target_length:
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None or longest < target_length:
         raise PoSEError(
-            f"the model ({text.model_type}) has max_position_embeddings={most}, but "
-            f"target_length={target_length}. Build it from extend_context(config, "
-            f"target_length={target_length}, rope='yarn'); rope='none' keeps the frequencies as they are"
+            f"the model ({text.model_type}) has max_position_embeddings={longest}, below target_length="
+            f"{target_length}. Build it from extend_context(config, target_length={target_length}, rope='yarn'); "
+            "rope='none' keeps the frequencies"
         )
 
 
 def require_same_rope(config: Any, settings: PoSESettings) -> None:
-    """Checks a `rope` that was named in the settings against what the model was built with.
+    """Check a `rope` that the settings name against the one that the model was built with.
 
     Raises:
-        PoSEError: they differ; the settings alone change no model.
+        PoSEError: they differ; a collator's settings change no model.
     """
-    built = (getattr(config.get_text_config(), "pose_plugin", None) or {}).get("rope")
+    built = (getattr(config.get_text_config(), RECORD_KEY, None) or {}).get("rope")
     asked = settings.rope.type
     if "rope" in settings.model_fields_set and built and asked not in (built, "auto", "none"):
         raise PoSEError(
-            f"rope={asked}, but the model was built with rope={built}: the collator changes no frequencies. Build the "
-            f"model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or leave rope "
-            "out here"
+            f"rope={asked}, but the model was built with rope={built}, and the collator changes no frequencies. Build "
+            f"the model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or remove "
+            "rope from the collator"
         )
 
 
 def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
-    """Names what differs between the settings of a checkpoint and those of the run that resumes it."""
+    """Log which settings differ between a checkpoint and the run that resumes it."""
     before = read_record(checkpoint)
     now = settings.model_dump(mode="json")
-    # The rope of a checkpoint is the model's, which `require_same_rope` looks after where the settings name one.
+    # The rope of a checkpoint is the model's: `require_same_rope` compares it.
     names = [key for key in now if key not in ("rope", "self_test") and before.get(key, now[key]) != now[key]]
     if names:
         log.warning(
@@ -73,3 +106,96 @@ def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
             checkpoint,
             ", ".join(f"{key}={before[key]} → {now[key]}" for key in names),
         )
+
+
+# Adapters.
+
+
+def frozen_parts(model: Any) -> list[str]:
+    """Return which of "embeddings" and "norms" an adapter leaves frozen; empty for a model without an adapter."""
+    if not getattr(model, "peft_config", None):
+        return []
+    parts = {
+        "embeddings": list(model.get_input_embeddings().parameters()),
+        "norms": [weight for module in _norms(model).values() for weight in module.parameters(recurse=False)],
+    }
+    return [name for name, weights in parts.items() if weights and not any(each.requires_grad for each in weights)]
+
+
+def warning_of_frozen_parts(model: Any, target_length: int) -> str | None:
+    """Return a sentence for the log if a large stretch leaves embeddings or norms frozen, else None."""
+    original = (lookup(text_config(model.config), RECORD_KEY) or {}).get("original_length")
+    frozen = frozen_parts(model)
+    if not original or not frozen or target_length / original < LARGE_STRETCH:
+        return None
+    table = model.get_input_embeddings()
+    modules = {
+        "embeddings": [name for name, module in model.named_modules() if module is table],
+        "norms": list(_norms(model)),
+    }
+    names = ", ".join(name for part in frozen for name in sorted({path.rsplit(".", 1)[-1] for path in modules[part]}))
+    return (
+        f"the adapter leaves {' and '.join(frozen)} frozen, and {original} → {target_length} tokens is a stretch by "
+        f"{target_length / original:g}: LongLoRA (arXiv 2309.12307) needed them trained at 8. Add "
+        f"modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
+    )
+
+
+def _norms(model: Any) -> dict[str, Any]:
+    """Norm layers with weights, by path. All families name them so: LlamaRMSNorm, LayerNorm, Gemma3RMSNorm, …"""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if "norm" in type(module).__name__.lower() and next(module.parameters(recurse=False), None) is not None
+    }
+
+
+# Unsloth. Its fused RoPE reads a table of cos and sin without checking where the table ends, it replaces our scaling if
+# rows are longer than the model's maximum, and it cuts rows that are longer than `max_seq_length`.
+
+
+def is_unsloth(model: Any) -> bool:
+    """Return whether Unsloth loaded a model: it stores the longest row on it."""
+    return "unsloth" in sys.modules and _longest_row(model) is not None
+
+
+def require_unsloth_fits(model: Any, settings: PoSESettings) -> None:
+    """Check that Unsloth's table reaches the farthest position, that it keeps our scaling, and that rows stay whole.
+
+    Raises:
+        PoSEError: naming what to load instead.
+    """
+    config, longest = model.config.get_text_config(), _longest_row(model) or 0
+    record = getattr(config, RECORD_KEY, None)
+    load = "FastLanguageModel.from_pretrained(extended_base(base, folder, target_length=…), max_seq_length=…)"
+    if not record:
+        raise PoSEError(
+            f"max_seq_length={longest}, but Unsloth loaded a base that was not extended: it uses its own linear "
+            f"scaling, or none. Load {load} (from pose_plugin.frameworks.unsloth import extended_base)"
+        )
+    if longest > record["target_length"]:
+        raise PoSEError(
+            f"max_seq_length={longest} is above target_length={record['target_length']} of the extended base, so "
+            f"Unsloth replaces rope={record['rope']} by its own linear scaling. Load with "
+            f"max_seq_length={settings.train_length or record['original_length']}, the trained window"
+        )
+    if settings.train_length is not None and longest < settings.train_length:
+        raise PoSEError(
+            f"max_seq_length={longest} is below train_length={settings.train_length}, and Unsloth cuts longer rows. "
+            f"Load with max_seq_length={settings.train_length}"
+        )
+    farthest = settings.target_length + settings.target_margin
+    if farthest > config.max_position_embeddings:
+        raise PoSEError(
+            f"target_length={settings.target_length} with target_margin={settings.target_margin} reaches position "
+            f"{farthest - 1}, past Unsloth's table of cos and sin, which ends at max_position_embeddings="
+            f"{config.max_position_embeddings}. Set target_margin: 0, or load from "
+            f"extended_base(…, target_length={farthest})"
+        )
+
+
+def _longest_row(model: Any) -> int | None:
+    # PEFT and accelerate wrap the module that has the attribute.
+    return next(
+        (m.max_seq_length for m in model.modules() if isinstance(getattr(m, "max_seq_length", None), int)), None
+    )

@@ -1,29 +1,29 @@
-"""What a trainer's saving leaves out: the probe, the config beside shards, our part of the card."""
+"""What a trainer leaves out when it saves: the probe, the config next to shards, our section of the model card."""
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pose_plugin.checkpoints.probe import take_probe
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
 from pose_plugin.utils.distributed import outside_training
-from pose_plugin.utils.files import read_json, write_json
+from pose_plugin.utils.files import atomic_file, read_json, write_json
 from pose_plugin.utils.log import log
 
 
 def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
-    """What the model answers now, for `pose-plugin check`; None, with a warning, where it cannot be asked.
+    """Return what the model answers now, for `pose-plugin check`; None, with a warning, if it cannot be asked.
 
-    On every rank, as FSDP and ZeRO-3 gather weights in the forward.
+    Call it on every rank, as FSDP and ZeRO-3 gather weights in the forward.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -38,31 +38,31 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
                 device=trainer.args.device if spread else None,
             )
     except Exception as error:
-        # The weights are saved already, and a run is worth more than its proof.
-        log.warning("no probe of the trained model could be taken, so `pose-plugin check` cannot compare: %s", error)
+        # The weights are saved; do not fail the run because the probe failed.
+        log.warning("the probe of the trained model failed, so `pose-plugin check` cannot compare with it: %s", error)
         return None
 
 
 def weights_are_divided(trainer: Any) -> bool:
-    """Whether no rank holds the whole model (FSDP, ZeRO-3), so that every rank takes part in each save."""
+    """Return whether no rank holds the whole model (FSDP, ZeRO-3); every rank then takes part in each save."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
 
 def known_limit(trainer: Any, target_length: int) -> int | None:
-    """The live tokenizer's maximum, which its saved file has too; None where it does not take the target.
+    """Return the maximum length of the live tokenizer, which its saved file has too; None if below the target.
 
-    Axolotl and many a script save the tokenizer on every rank, and nothing waits for them: rank 0 might read, or write
-    over, half of a file. What is known needs neither.
+    Axolotl and many scripts save the tokenizer on every rank without waiting, so rank 0 might read or overwrite a file
+    that another rank is writing. The live tokenizer needs neither.
     """
     longest = getattr(trainer.processing_class, "model_max_length", None)
     return int(longest) if longest is not None and longest >= target_length else None
 
 
 def complete_card(folder: str | Path, tokenizer_maximum: int | None = None) -> None:
-    """Puts our part into README.md; a card is no reason to fail after the training.
+    """Put our section into README.md; log a warning if that fails, as the training itself has succeeded.
 
-    Another process may be writing there: what cannot be read at this moment is read once more.
+    Another process may be writing into the folder, so files that cannot be read are read again after a pause.
 
     Args:
         folder: the saved model.
@@ -79,68 +79,69 @@ def complete_card(folder: str | Path, tokenizer_maximum: int | None = None) -> N
                 time.sleep(wait)
 
 
-def with_our_card(trainer: Trainer, target_length: int) -> None:
-    """Frameworks write README.md anew at the end, at checkpoints and at uploads.
+class ModelCard:
+    """README.md of a run. Text that was there before the run stays, and our section is put into it.
 
-    One that was there before the run may hold somebody's words, so it stays; our part is put into it.
+    Frameworks write the file at the end, at checkpoints and at uploads, each time from nothing.
     """
-    create = trainer.create_model_card
-    if trainer.is_world_process_zero() and _kept(trainer).exists():
-        # An earlier run was killed before it was put back.
-        os.replace(_kept(trainer), _card_of(trainer))
-    before = _card_of(trainer).exists()
-    if before and trainer.is_world_process_zero():
-        log.info("%s is there already: its text stays, and our part is put into it", _card_of(trainer))
 
-    @functools.wraps(create)
-    def create_model_card(*args: Any, **kwargs: Any) -> Any:
-        if not trainer.is_world_process_zero():
-            return create(*args, **kwargs)
-        card = _card_of(trainer)
-        # A copy on the disk: a kill before it is put back shall not cost the words.
-        kept = _kept(trainer) if before and card.exists() else None
-        if kept is not None:
-            part = kept.with_suffix(".part")
-            shutil.copy2(card, part)
-            os.replace(part, kept)
+    def __init__(self, trainer: Any, target_length: int) -> None:
+        self.trainer, self.target_length = trainer, target_length
+        self._writes = trainer.is_world_process_zero()
+        if self._writes and self._copy.exists():
+            # An earlier run was killed before it put the text back.
+            os.replace(self._copy, self.path)
+        self._keeps = self.path.exists()
+        if self._keeps and self._writes:
+            log.info("%s exists already: its text stays, and our section is put into it", self.path)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.trainer.args.output_dir or ".") / "README.md"
+
+    @property
+    def _copy(self) -> Path:
+        return self.path.with_name("_README.md.kept")
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Let the framework write its card inside; then put the earlier text back and add our section."""
+        if not self._writes:
+            yield
+            return
+        copied = self._keeps and self.path.exists()
+        if copied:
+            # On the disk, so that the text is not lost if the process is killed.
+            with atomic_file(self._copy) as part:
+                shutil.copy2(self.path, part)
         try:
-            return create(*args, **kwargs)
+            yield
         finally:
-            if kept is not None:
-                os.replace(kept, card)
-            complete_card(card.parent, known_limit(trainer, target_length))
-
-    trainer.create_model_card = create_model_card  # type: ignore[method-assign]
+            if copied:
+                os.replace(self._copy, self.path)
+            complete_card(self.path.parent, known_limit(self.trainer, self.target_length))
 
 
-def _card_of(trainer: Trainer) -> Path:
-    return Path(trainer.args.output_dir or ".") / "README.md"
-
-
-def _kept(trainer: Trainer) -> Path:
-    return _card_of(trainer).with_name("_README.md.kept")
-
-
-def config_beside_shards(config: Any, folder: Path) -> None:
-    """With SHARDED_STATE_DICT nothing but shards is saved, and whoever merges them would take the base's config."""
+def save_config_with_shards(config: Any, folder: Path) -> None:
+    """Save the config next to shards: SHARDED_STATE_DICT saves none, and merged shards would get the base's."""
     if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
         return
     config.save_pretrained(folder)
     if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
         log.warning(
-            "%s holds the extended config, but no weights, since fsdp_state_dict_type is SHARDED_STATE_DICT. Merge "
-            "those of a checkpoint into it: accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 %s. "
-            "FULL_STATE_DICT saves them whole, and adapters need it",
+            "%s has the extended config but no weights, because of fsdp_state_dict_type: SHARDED_STATE_DICT. Merge the "
+            "weights of a checkpoint into it: accelerate merge-weights CHECKPOINT/pytorch_model_fsdp_0 %s. "
+            "FULL_STATE_DICT saves whole weights, which adapters need",
             folder,
             folder,
         )
 
 
 def resumable(file: Path) -> None:
-    """Takes the older form of the rope out of a checkpoint; the final folder keeps it.
+    """Remove the transformers 4 form of the rope from a checkpoint; the final folder keeps it.
 
-    A resume reads the file as a config of no model type. transformers 5 converts rope_scaling in such a config too,
-    and dies for want of max_position_embeddings.
+    A resume reads config.json as a config without a model type. transformers 5 converts rope_scaling in that one too,
+    and fails because it has no max_position_embeddings.
     """
     if not file.exists():
         return

@@ -178,21 +178,17 @@ def test_a_users_text_survives_a_kill_while_the_framework_writes_its_card(tmp_pa
     readme.write_text("my words\n")
 
     def run(killed: bool) -> None:
-        from pose_plugin.training.saving import with_our_card
-
-        def create() -> None:
-            readme.write_text("the framework's\n")
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
+        from pose_plugin.training.saving import ModelCard
 
         trainer: Any = SimpleNamespace(
             args=SimpleNamespace(output_dir=str(tmp_path)),
             is_world_process_zero=lambda: True,
             processing_class=None,
-            create_model_card=create,
         )
-        with_our_card(trainer, 512)
-        trainer.create_model_card()
+        with ModelCard(trainer, 512).rewritten():
+            readme.write_text("the framework's\n")
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(CaseError, match="the child died"):
         forked(run, True)

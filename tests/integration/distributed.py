@@ -208,8 +208,8 @@ def completeness(trainer: Any) -> list[bool]:
 
     Where every rank takes part in a save, writing it takes a while.
     """
+    from pose_plugin.training.callback import PoSECallback
     from pose_plugin.training.saving import weights_are_divided
-    from pose_plugin.training.trainer import PoSECallback
 
     ours = next(each for each in trainer.callback_handler.callbacks if isinstance(each, PoSECallback))
     complete, save_model = ours.complete, trainer.save_model

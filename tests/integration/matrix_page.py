@@ -1,6 +1,6 @@
-"""docs/verified.md: written from what `tests.integration.matrix` measures, and compared with it by the tests.
+"""Write the tables of docs/verified.md from what `tests.integration.matrix` measures; the tests compare them.
 
-python -m tests.integration.matrix_page    # measures anew what this environment can, and rewrites those tables
+python -m tests.integration.matrix_page    # measures what this environment can, and rewrites those tables
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Table = dict[str, dict[str, str]]
 
 
 def measure(framework: str, route: str, home: Path) -> dict[str, str]:
-    """A verdict by backend, over both batch sizes and all kinds of checkpointing."""
+    """Return the verdict for each backend, over both batch sizes and all kinds of checkpointing."""
     from tests.forked import forked
     from tests.integration import axolotl_runs
 
@@ -39,7 +39,7 @@ def measure(framework: str, route: str, home: Path) -> dict[str, str]:
 
 
 def write(framework: str, table: Table) -> None:
-    """Puts a table in its place between the page's marks."""
+    """Replace a table between its marks in the page."""
     columns = list(dict.fromkeys(name for row in table.values() for name in row))
     lines = [f"| {framework} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for route, row in table.items():
@@ -51,12 +51,12 @@ def write(framework: str, table: Table) -> None:
     PAGE.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 
-# Without packing, Axolotl puts a forward of its own into Llama, which does not fit current transformers.
+# Without packing, Axolotl replaces Llama's forward by one that does not fit current transformers.
 NOT_A_ROUTE = "refused: Axolotl's own forward fails"
 
 
 def read(framework: str) -> Table:
-    """The table of the page, without cells that are no route of the framework."""
+    """Return the table of the page, without cells that are not a route of the framework."""
     text = PAGE.read_text(encoding="utf-8").partition(f"<!-- {framework}:")[2].partition("<!-- end -->")[0]
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"

@@ -225,7 +225,7 @@ def test_the_log_says_what_was_checked(runs, name):
         "self-test passed",
     ):
         assert output.count(f"[pose_plugin] {line}") == 1
-    assert "documents (those fetched ahead included), " in output and "farthest position" in output
+    assert "[pose_plugin] this process drew" in output and "farthest position" in output
 
 
 # -- one live instance ---------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no chunks": (pose(chunks=0), ["pose.chunks=0", "greater than or equal to 1"]),
     "unknown key": (pose(target_len=512), ["pose.target_len=512 is not a known key", "train_length"]),
     "unknown key of the rope": (pose(rope={"type": "yarn", "faktor": 2}), ["pose.rope.faktor=2", "factor"]),
-    "unknown rope": (pose(rope="stretch"), ["pose.rope.type='stretch'", "'yarn'"]),
+    "unknown rope": (pose(rope="stretch"), ["rope.type=stretch", "yarn"]),
     "dynamic": (pose(rope="dynamic"), ["dynamic NTK is for inference only", "rope: ntk"]),
     "float length": (pose(target_length=512.0), ["pose.target_length=512.0", "write 512"]),
     "true for a length": (pose(target_length=True), ["pose.target_length=True"]),
@@ -600,17 +600,16 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "preferences": ({**pose(), "rl": "dpo"}, ["rl='dpo'", "supervised training first"]),
     "reward model": ({**pose(), "reward_model": True}, ["reward_model=True"]),
     "use_pose": ({**pose(), "use_pose": True}, ["use_pose=True", "pose.target_length"]),
-    "use_pose: false": ({**pose(), "use_pose": False}, ["use_pose=False", "Remove it"]),
     "built-in window": ({**pose(), "pose_max_context_len": 512}, ["pose_max_context_len=512", "Remove it"]),
     "built-in chunks": ({**pose(), "pose_num_chunks": 2}, ["pose_num_chunks=2", "pose.chunks"]),
     "built-in split": ({**pose(), "pose_split_on_token_ids": [2]}, ["pose_split_on_token_ids=[2]"]),
     "context parallel": (
         {**pose(), "context_parallel_size": 2},
-        ["context_parallel_size=2 splits each row", "without jumps", "Set context_parallel_size: 1", "ZeRO-3/FSDP"],
+        ["context_parallel_size=2", "Set context_parallel_size: 1"],
     ),
     "sequence parallel": (
         {**pose(), "sequence_parallel_degree": 4},
-        ["sequence_parallel_degree=4 splits each row", "Set sequence_parallel_degree: 1"],
+        ["sequence_parallel_degree=4", "Set sequence_parallel_degree: 1"],
     ),
     "another maximum": (
         {**pose(), "overrides_of_model_config": {"max_position_embeddings": 256}},
@@ -703,7 +702,7 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
                 "sequence_len": 1024,
                 "val_set_size": 0.3,
             },
-            ["sequence_len=1024", "beyond pose.target_length=512"],
+            ["sequence_len=1024", "pose.target_length=512"],
         ),
         (
             {
@@ -712,7 +711,7 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
                 "fsdp_version": 2,
                 "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
             },
-            ["lora_modules_to_save=['embed_tokens'] under FSDP2", "KeyError", "ZeRO-3"],
+            ["lora_modules_to_save=['embed_tokens'] under FSDP2", "KeyError"],
         ),
     ],
     ids=["tails are not read", "evaluation beyond the target", "whole modules under FSDP2"],
@@ -748,8 +747,7 @@ def test_another_plugins_collator_first(runs):
     with pytest.raises(CaseError) as error:
         forked(case, runs.yaml("other collator", plugins=["pose_plugin"]))
     text = str(error.value).split("\nTraceback")[0]
-    assert text.startswith("PoSEError: the trainer's collator is DataCollatorForSeq2Seq, not the plugin's")
-    assert "Put pose_plugin first" in text
+    assert text.startswith("PoSEError: plugins=") and "collator is DataCollatorForSeq2Seq" in text
     assert not list(runs.folder("other collator").glob("out/**/*.safetensors"))
 
 

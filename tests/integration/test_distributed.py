@@ -210,7 +210,7 @@ def wait_for(path):
 def after_training(folder, case):
     """Rank 1 is in the middle of writing the tokenizer while rank 0 completes a save, as Axolotl and scripts that save
     it on every rank may be. Then rank 0 saves alone, as other scripts do."""
-    from pose_plugin.training.trainer import PoSECallback
+    from pose_plugin.training.callback import PoSECallback
 
     distributed.on_cpu(case.strategy)
     trainer = trl_runs.sft(folder, max_steps=1, per_device_train_batch_size=1, eval_strategy="no")

@@ -52,7 +52,7 @@ def cut_apart(folder):
 
 def leaking(values):
     """FlashAttention on a packed batch of two rows as they are."""
-    from pose_plugin.training import trainer as module
+    from pose_plugin.training import binding as module
 
     module.needs_one_row = lambda model: False
     effects = matrix.axolotl_effects(values, "sample_packing, multipack_real_batches", matrix.FLASH)

@@ -148,32 +148,32 @@ def test_the_share_that_a_step_leaves_where_it_is():
     assert lost_share(many, 1e-5) == pytest.approx(0.5, abs=1e-3), "a sample of a large one"
 
 
-def said(model: Any, optimizer: Any = None, lr: float = STEP, **changes: bool) -> str | None:
+def warning(model: Any, optimizer: Any = None, lr: float = STEP, **changes: bool) -> str | None:
     trained = [p for p in model.parameters() if p.requires_grad]
     return warning_of_lost_steps(trainer(model, **changes), optimizer or adamw(trained, lr))
 
 
-def test_what_is_said_of_all_weights_in_bf16():
-    text = said(make_llama().to(torch.bfloat16))
+def test_the_warning_about_weights_in_bf16():
+    text = warning(make_llama().to(torch.bfloat16))
     assert text is not None
     for piece in (
-        "the model was loaded in half precision (bf16=True): the trained weights are kept in bfloat16",
+        "(bf16=True): the trained weights are in bfloat16",
         "learning_rate=0.0001 is rounded away in ",
         # Two norms in each of two layers, and the last.
         "in 5 tensors entirely (model.layers.0.input_layernorm.weight)",
-        "load it with dtype=torch.float32 and compute in bf16",
+        "dtype=torch.float32",
         "optim_args='bf16_stochastic_round=True'",
     ):
         assert piece in text, text
 
 
-def test_nothing_is_said_where_nothing_is_lost():
-    assert said(make_llama()) is None, "float32"
-    assert said(make_llama().to(torch.bfloat16), lr=0.1) is None, "long steps"
-    assert said(adapted()) is not None, "before the whole modules are cast"
+def test_no_warning_if_nothing_is_lost():
+    assert warning(make_llama()) is None, "float32"
+    assert warning(make_llama().to(torch.bfloat16), lr=0.1) is None, "long steps"
+    assert warning(adapted()) is not None, "before the whole modules are cast"
     model = adapted()
     keep_small_steps(trainer(model))
-    assert said(model) is None, "PEFT keeps LoRA in float32, and the whole modules are now"
+    assert warning(model) is None, "PEFT keeps LoRA in float32, and the whole modules are now"
 
 
 def test_a_warm_up_hides_no_step():
@@ -181,16 +181,16 @@ def test_a_warm_up_hides_no_step():
     model = make_llama().to(torch.bfloat16)
     optimizer = adamw(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
-    assert optimizer.param_groups[0]["lr"] == 0 and said(model, optimizer) is None
+    assert optimizer.param_groups[0]["lr"] == 0 and warning(model, optimizer) is None
 
 
 @pytest.mark.parametrize("lr", [None, 0.0])
-def test_nothing_is_said_of_steps_of_unknown_length(lr):
+def test_no_warning_about_steps_of_unknown_size(lr):
     """Adafactor with relative_step has no learning rate, and its schedule notes one of 0."""
     model = make_llama().to(torch.bfloat16)
     optimizer = adamw(model.parameters())
     optimizer.param_groups[0]["lr"] = lr
-    assert said(model, optimizer) is None
+    assert warning(model, optimizer) is None
 
 
 @pytest.mark.parametrize(
@@ -209,15 +209,15 @@ def test_nothing_is_said_of_steps_of_unknown_length(lr):
 def test_optimizers_that_keep_what_is_rounded_away(group, keeps):
     model = make_llama().to(torch.bfloat16)
     optimizer = adamw(model.parameters(), **group)
-    assert keeps_remainders(optimizer) is keeps and (said(model, optimizer) is None) is keeps
+    assert keeps_remainders(optimizer) is keeps and (warning(model, optimizer) is None) is keeps
     # As accelerate wraps it.
-    assert (said(model, SimpleNamespace(optimizer=optimizer)) is None) is keeps
+    assert (warning(model, SimpleNamespace(optimizer=optimizer)) is None) is keeps
 
 
 @pytest.mark.parametrize(
     "changes, rank0, times", [({}, True, 1), ({}, False, 0), ({"is_deepspeed_enabled": True}, True, 0)]
 )
-def test_the_callback_is_added_once_and_speaks_once(caplog, changes, rank0, times):
+def test_the_callback_is_added_once_and_warns_once(caplog, changes, rank0, times):
     model = make_llama().to(torch.bfloat16)
     owner = trainer(model, **changes)
     keep_small_steps(owner)
@@ -229,14 +229,14 @@ def test_the_callback_is_added_once_and_speaks_once(caplog, changes, rank0, time
     assert caplog.text.count("rounded away") == times
 
 
-def test_beacons_have_a_way_out_of_their_own():
+def test_beacons_have_their_own_fix():
     from peft import get_peft_model
 
     from pose_plugin.beacon import BeaconConfig
 
     for dtype, warned in ((None, True), ("float32", False)):
         model = get_peft_model(make_llama().to(torch.bfloat16), BeaconConfig(interval=8, window=32, dtype=dtype))
-        text = said(model)
+        text = warning(model)
         assert (text is not None) is warned
         assert text is None or ("beacon.dtype=None: the trained weights" in text and "dtype: float32" in text)
 
@@ -245,15 +245,13 @@ class AxolotlTrainer:
     __module__ = "axolotl.core.trainers.base"
 
 
-@pytest.mark.parametrize(
-    "fsdp, way", [(False, "deepspeed: …/zero2.json, on one GPU too"), (True, "zero3.json in the place of FSDP")]
-)
-def test_ways_out_of_axolotl_are_keys_of_its_yaml(fsdp, way):
+@pytest.mark.parametrize("fsdp, fix", [(False, "deepspeed: …/zero2.json"), (True, "zero3.json instead of FSDP")])
+def test_fixes_for_axolotl_are_keys_of_its_yaml(fsdp, fix):
     model = make_llama().to(torch.bfloat16)
     owner: Any = AxolotlTrainer()
     owner.__dict__.update(vars(trainer(model, is_fsdp_enabled=fsdp)))
     text = warning_of_lost_steps(owner, adamw(model.parameters()))
-    assert text is not None and text.startswith("bf16=True: the trained weights") and way in text
+    assert text is not None and text.startswith("bf16=True: the trained weights") and fix in text
     assert "optimizer: adamw_torch_8bit with optim_args: {bf16_stochastic_round: true}" in text
 
 

@@ -420,38 +420,23 @@ def refused(case, *words):
 def test_a_model_that_was_not_extended(tmp_path):
     refused(
         lambda: trl_runs.run(trl_runs.sft(tmp_path, extended=False)),
-        "PoSEError: the model (llama) has max_position_embeddings=64, but target_length=512. Build it from "
+        "PoSEError: the model (llama) has max_position_embeddings=64, below target_length=512",
         "extend_context(config, target_length=512, rope='yarn')",
     )
 
 
 @pytest.mark.parametrize("key", ["cp_size", "sp_size"])
 def test_rows_split_over_devices(tmp_path, key):
-    """accelerate's context and sequence parallelism need more devices than there are; what it would say is set."""
+    """accelerate needs more devices than there are for its context and sequence parallelism, so the value is set."""
 
     def case():
         from types import SimpleNamespace
 
-        from pose_plugin.training.checks import require_whole_rows
+        trainer = trl_runs.sft(tmp_path)
+        trainer.accelerator.state.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, key: 2})
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
-        sizes = {"cp_size": 1, "sp_size": 1, key: 2}
-        require_whole_rows(SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))))
-
-    refused(case, f"PoSEError: {key}=2 splits each row over 2 devices, and chunks on different ones would not be kept")
-
-
-def test_a_trainer_asks_for_whole_rows(tmp_path):
-    def case():
-        from pose_plugin import PoSEError
-        from pose_plugin.training import trainer as module
-
-        def split(trainer):
-            raise PoSEError("asked for whole rows")
-
-        module.require_whole_rows = split
-        trl_runs.sft(tmp_path).train()
-
-    refused(case, "PoSEError: asked for whole rows")
+    refused(case, f"PoSEError: {key}=2 splits rows")
 
 
 def test_a_trainer_makes_ready_for_packed_rows(tmp_path):
@@ -525,30 +510,20 @@ def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
     from trl import SFTTrainer
 
     from pose_plugin import PoSECollator
-    from pose_plugin.frameworks import trl as door
+    from pose_plugin.training import binding
     from tests.conftest import make_tokenizer
 
     def case():
         # Tests before this one in the same process may still hold a collator.
         gc.unfreeze()
         gc.collect()
-        while door._Watch._undo:
-            owner, original = door._Watch._undo.pop()
-            owner.__init__ = original
-        door._Watch._alive = 0
+        for place, entry in binding._wrapped.items():
+            setattr(*place, entry.original)
+        binding._wrapped.clear()
         before = Trainer.__init__, SFTTrainer.__init__
-        first = PoSECollator(make_tokenizer(), target_length=64)
-        second = PoSECollator(make_tokenizer(), target_length=64)
+        collator = PoSECollator(make_tokenizer(), target_length=64)
         assert Trainer.__init__ is not before[0] and SFTTrainer.__init__ is not before[1]
-        del first
-        gc.collect()
-        assert Trainer.__init__ is not before[0], "undone while a collator lives"
-        del second
-        gc.collect()
-        assert (Trainer.__init__, SFTTrainer.__init__) == before
-        third = PoSECollator(make_tokenizer(), target_length=64)
-        assert Trainer.__init__ is not before[0], "not patched again"
-        del third
+        del collator
         gc.collect()
         assert (Trainer.__init__, SFTTrainer.__init__) == before
 
@@ -591,25 +566,6 @@ def test_one_collator_for_two_trainers(tmp_path):
         return result["masked"]
 
     assert forked(case).value == {True}
-
-
-def test_other_trainers_are_left_alone(tmp_path):
-    """A trainer without a PoSECollator, made while one lives."""
-
-    def case():
-        from transformers import Trainer, TrainingArguments
-
-        from pose_plugin import PoSECollator
-
-        model, tokenizer = trl_runs.make_model(tmp_path, extended=False)
-        living = PoSECollator(tokenizer, target_length=TARGET)
-        trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
-        names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-        assert "PoSECallback" not in names
-        assert "save_model" not in vars(trainer)
-        assert living.training
-
-    forked(case)
 
 
 def test_a_rope_that_the_model_was_not_built_with(tmp_path):

@@ -15,9 +15,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from pose_plugin.config import parse_settings
-from pose_plugin.frameworks.unsloth import extended_base, is_unsloth, require_unsloth_fits
+from pose_plugin.frameworks.unsloth import extended_base
 from pose_plugin.rope import extend_context, inverse_frequencies
+from pose_plugin.training.checks import is_unsloth
 from pose_plugin.utils.errors import PoSEError
 from tests.conftest import make_llama, make_tokenizer
 from tests.forked import good_ranks
@@ -101,57 +101,9 @@ def test_a_folder_that_holds_something_else_is_left_alone(base, tmp_path, where)
     other.mkdir()
     (other / "note.txt").write_text("mine")
     before = (base / "config.json").read_text()
-    with pytest.raises(PoSEError, match="holds something else already; name one that is new or empty"):
+    with pytest.raises(PoSEError, match=r"folder=.* is not empty"):
         extended_base(base, tmp_path / where, target_length=TARGET)
     assert (base / "config.json").read_text() == before and [f.name for f in other.iterdir()] == ["note.txt"]
-
-
-def loaded(max_seq_length, extended=True, **rope):
-    """What Unsloth's loader leaves: a model that carries the longest row."""
-    config = make_llama().config
-    if extended:
-        config = extend_context(config, TARGET, **rope)
-    model = make_llama(**{k: v for k, v in config.to_dict().items() if k in ("max_position_embeddings",)})
-    model.config = config
-    model.max_seq_length = max_seq_length
-    return model
-
-
-CASES = {
-    "not extended": (
-        lambda: loaded(TARGET, extended=False),
-        {},
-        "base that was not extended: with max_seq_length=512 .*extended_base",
-    ),
-    "longer than the target": (
-        lambda: loaded(2 * TARGET),
-        {},
-        "max_seq_length=1024 is beyond target_length=512.* place of rope=yarn. Load with max_seq_length=64",
-    ),
-    "rows would be cut": (
-        lambda: loaded(32),
-        {},
-        "max_seq_length=32 is shorter than train_length=64.*Load with max_seq_length=64",
-    ),
-    "margin beyond the table": (
-        lambda: loaded(WINDOW),
-        {"target_margin": 64},
-        "target_margin=64 reaches position 575, but .*max_position_embeddings=512 .*Set target_margin: 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_refused(name):
-    make, changes, words = CASES[name]
-    settings = parse_settings({"target_length": TARGET, "train_length": WINDOW, **changes})
-    with pytest.raises(PoSEError, match=words):
-        require_unsloth_fits(make(), settings)
-
-
-@pytest.mark.parametrize("longest", [WINDOW, TARGET])
-def test_accepted(longest):
-    require_unsloth_fits(loaded(longest), parse_settings({"target_length": TARGET, "train_length": WINDOW}))
 
 
 def test_the_trainer_asks(monkeypatch, tmp_path):
@@ -164,7 +116,7 @@ def test_the_trainer_asks(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
     trainer.model.max_seq_length = TARGET
     assert is_unsloth(trainer.model)
-    with pytest.raises(PoSEError, match="Unsloth loaded a base that was not extended"):
+    with pytest.raises(PoSEError, match=r"max_seq_length=512.*extended_base"):
         trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""What a look at the rows says before the first step."""
+"""Warnings and errors about the training rows before the first step."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def row(line: str, labels: list[int] | None = None) -> dict[str, list[int]]:
 GOOD = row("S U w30 E N S A w40* E* N S U w31 E N S A w41* E* N")
 
 
-def said(*rows, **settings) -> list[str]:
+def warnings(*rows, **settings) -> list[str]:
     collator = PoSECollator(TOKENIZER, target_length=512, **settings)
     return look_at_rows(list(rows), collator).warnings(collator.settings)
 
 
 def test_good_chats_and_plain_text_are_silent():
     text = {"input_ids": list(range(30, 60)), "labels": list(range(30, 60))}
-    assert said(GOOD, text) == []
-    assert said(GOOD, text, sampler="turns", train_length=64) == []
-    assert said(text, {"input_ids": text["input_ids"]}) == []
+    assert warnings(GOOD, text) == []
+    assert warnings(GOOD, text, sampler="turns", train_length=64) == []
+    assert warnings(text, {"input_ids": text["input_ids"]}) == []
     last_answer_alone = row("S U w30 E N S A w40 E N S U w31 E N S A w41* E* N")
     cut_off_before_the_answer = row("S U w30 E N S A w40* E* N S U w31 E N S A")
-    assert said(last_answer_alone, cut_off_before_the_answer) == []
+    assert warnings(last_answer_alone, cut_off_before_the_answer) == []
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def test_good_chats_and_plain_text_are_silent():
     [
         (row("S U w30 E N S A w40 E N"), {}, "no token in the loss"),
         (row("S U w30 w31 w32 E N S A w40* E*"), {"train_length": 9}, "no token in the loss"),
-        (GOOD, {"train_length": 12}, "behind the window (train_length=12)"),
+        (GOOD, {"train_length": 12}, "after the window (train_length=12)"),
         (row("S U w30 E N S A w40* E* N S U w31 E N S A w41 E N"), {}, "a later one that is not"),
         (row("S U w30 E N S A w40* E* N* S* U* w31* E* N S A w41* E*"), {}, "the header of a turn in the loss"),
         (row("S* U* w30* E* N* S* A* w40* E* N*"), {}, "every token in the loss, questions included"),
-        (GOOD, {"train_length": 12, "content": "skip"}, "content=skip leaves parts of them out"),
-        (GOOD, {"train_length": 12, "content": "window"}, "content=window leaves parts of them out"),
+        (GOOD, {"train_length": 12, "content": "skip"}, "content=skip drops parts"),
+        (GOOD, {"train_length": 12, "content": "window"}, "content=window drops parts"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_row(bad, settings, text):
+def test_a_warning_names_the_row(bad, settings, text):
     short = row("S U w30 E N S A w40* E* N")
-    found = said(short, short, bad, **settings)
+    found = warnings(short, short, bad, **settings)
     assert len(found) == 1 and text in found[0]
     assert "1 of 3 rows" in found[0] and "row 2, which begins '<|im_start|>" in found[0]
 
@@ -62,30 +62,30 @@ def test_what_is_wrong_is_said_with_the_row(bad, settings, text):
 def test_labels_shifted_by_hand():
     shifted = row("S U w30 E N S A w40* E* N")
     shifted["labels"] = [*shifted["labels"][1:], -100]
-    assert "labels are the input_ids, or -100" in said(GOOD, shifted)[0]
+    assert "labels are the input_ids, or -100" in warnings(GOOD, shifted)[0]
 
 
 def test_rows_that_train_nothing_at_all_are_refused():
-    with pytest.raises(PoSEError, match=r"none of 2 rows has a token in the loss .* row 0, which begins"):
-        said(*[row("S U w30 E N S A w40 E N")] * 2)
+    with pytest.raises(PoSEError, match=r"train_length=None: none of 2 rows .* row 0, which begins"):
+        warnings(*[row("S U w30 E N S A w40 E N")] * 2)
 
 
 def test_turns_without_any_border_are_refused():
     text = {"input_ids": list(range(30, 60)), "labels": list(range(30, 60))}
     with pytest.raises(PoSEError, match=r"sampler=turns found no border between turns in 3 rows"):
-        said(text, text, text, sampler="turns")
-    assert said(text, GOOD, sampler="turns") == []
+        warnings(text, text, text, sampler="turns")
+    assert warnings(text, GOOD, sampler="turns") == []
 
 
-def test_packed_rows_are_looked_at_document_by_document():
+def test_packed_rows_are_checked_document_by_document():
     bad = row("S U w30 E N S A w40 E N")
     packed = {key: GOOD[key] + bad[key] for key in GOOD}
     packed["seq_lengths"] = [len(GOOD["input_ids"]), len(bad["input_ids"])]
-    (found,) = said(packed)
+    (found,) = warnings(packed)
     assert "1 of 2 rows have no token in the loss" in found and "row 0" in found
 
 
-def test_what_cannot_be_looked_at_is_left_alone():
+def test_rows_that_cannot_be_read_are_skipped():
     collator = PoSECollator(TOKENIZER, target_length=512)
     assert look_at_rows(iter([GOOD]), collator) is None
     assert look_at_rows([], collator) is None
@@ -93,12 +93,12 @@ def test_what_cannot_be_looked_at_is_left_alone():
     assert look_at_rows([([30, 31], [30, 31])], collator) is None
 
 
-def test_answers_that_quote_the_template_keep_their_labels_and_nothing_is_said():
+def test_answers_that_quote_the_template_keep_their_labels_without_a_warning():
     """A header alone is no turn; where a whole chat is quoted, the row is named."""
     quoting = row("S U w30 S A w31 E N S A w40* S* A* w41* E* N S U w31 E N S A w41* E* N")
-    assert said(quoting, sampler="turns") == []
+    assert warnings(quoting, sampler="turns") == []
     whole = row("S U w30 E N S A w40* E* N* S* U* w31* E* N* w32* E*")
-    assert "if an answer quotes a chat, all is well" in said(whole)[0]
+    assert "ignore this if an answer quotes a chat" in warnings(whole)[0]
 
 
 def test_a_tokenizer_is_not_needed():

@@ -1,0 +1,201 @@
+"""What a run with PoSE positions does at its start, at each epoch, at each save and at its end."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from pose_plugin.attention import RestartBoundaries, require_packing_support
+from pose_plugin.checkpoints import complete_folder
+from pose_plugin.checkpoints.record import model_facts, run_facts
+from pose_plugin.collator import Packing, PositionCollator
+from pose_plugin.positions import coverage, make_sampler, many_chunks, simulable
+from pose_plugin.rope import restore_rope, verify_rope
+from pose_plugin.selftest import self_test
+from pose_plugin.training.checks import (
+    is_unsloth,
+    parallel_sizes,
+    require_same_rope,
+    require_undivided,
+    require_unsloth_fits,
+    require_window,
+    warning_of_frozen_parts,
+)
+from pose_plugin.training.data_report import look_at_rows
+from pose_plugin.training.saving import (
+    ModelCard,
+    complete_card,
+    known_limit,
+    probe_of,
+    resumable,
+    save_config_with_shards,
+    weights_are_divided,
+)
+from pose_plugin.utils.distributed import together
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import log
+
+
+class PoSECallback(TrainerCallback):
+    """Checks the run before its first step, passes the epoch to the collator, and completes saved folders.
+
+    Attributes:
+        card: README.md of the run.
+        boundaries: the rule by which transformers finds packed documents, installed while a packed run trains.
+        answered: the model's answers to fixed questions when it was last saved (see `take_probe`).
+        data: names of the training data, for the record; set by frameworks that know them.
+    """
+
+    def __init__(self, trainer: Trainer, collator: PositionCollator, pack: Packing | None = None) -> None:
+        self.trainer, self.collator, self.pack = trainer, collator, pack
+        self.card = ModelCard(trainer, collator.settings.target_length)
+        self.boundaries = RestartBoundaries()
+        self.answered: dict[str, Any] | None = None
+        self.data: list[str] | None = None
+        self._next_epoch = 0
+
+    # Saving.
+
+    def saved(self, folder: str | Path) -> None:
+        """Complete a folder that the trainer has just saved. Call it on every rank."""
+        # Every rank asks the model, as the weights may be spread over the ranks.
+        self.answered = probe_of(self.trainer, self.collator.settings)
+        # If all ranks save, as each holds a part of the weights, they also leave together: Axolotl then writes into the
+        # folder on every rank, while rank 0 may still be completing it.
+        with together() if weights_are_divided(self.trainer) else nullcontext():
+            if self.trainer.args.should_save:
+                self.complete(folder)
+
+    def complete(self, folder: str | Path) -> None:
+        """Write what frameworks leave out of a saved folder. Call it on one rank only."""
+        trainer, settings = self.trainer, self.collator.settings
+        model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
+        if trainer.is_fsdp_enabled:
+            save_config_with_shards(model.config, Path(folder))
+        limit = known_limit(trainer, settings.target_length)
+        complete_folder(folder, model.config, settings, limit is None, facts=facts, probe=self.answered)
+        if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
+            resumable(Path(folder) / "config.json")
+        else:
+            complete_card(folder, limit)
+
+    # Training.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model: Any = kwargs.get("model") or self.trainer.model
+        settings = self.collator.settings
+        # A resumed run continues in the epoch in which it was stopped.
+        self._next_epoch = int((state.epoch or 0) + 1e-6)
+        with together():
+            self._check(model)
+            report = look_at_rows(self.trainer.train_dataset, self.collator)
+        tokenizer = self.trainer.processing_class
+        if getattr(tokenizer, "model_max_length", settings.target_length) < settings.target_length:
+            tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
+        if state.is_world_process_zero:
+            for warning in report.warnings(settings) if report is not None else ():
+                log.warning(warning)
+            self._describe()
+        if settings.self_test and make_sampler(settings).skips:
+            self._self_test(args)
+            with together():
+                # Again, as FSDP 1 casts buffers in its first forward, which was that of the self-test.
+                self._verify_frequencies(model)
+
+    def _check(self, model: Any) -> None:
+        settings = self.collator.settings
+        require_undivided(parallel_sizes(self.trainer, "cp_size", "sp_size"))
+        if is_unsloth(model):
+            require_unsloth_fits(model, settings)
+        self._verify_frequencies(model)
+        require_window(model.config, settings.target_length)
+        require_same_rope(model.config, settings)
+        if self.pack is not None:
+            require_packing_support(model)
+            self.boundaries.install()
+            # With a cache, transformers does not look for documents, so packed ones would see each other.
+            model.config.get_text_config().use_cache = False
+
+    def _verify_frequencies(self, model: Any) -> None:
+        restored = restore_rope(model, only_coarse=True)
+        if restored and self.trainer.is_world_process_zero():
+            log.info(
+                "%s had been cast to bf16 or fp16, as DeepSpeed and FSDP 1 do with a whole model; restored in float32",
+                ", ".join(restored),
+            )
+        verify_rope(model)
+
+    def _self_test(self, args: Any) -> None:
+        rows = 2 if args.per_device_train_batch_size > 1 else 1
+        try:
+            report = self_test(self.trainer.model_wrapped, self.collator, pack=self.pack, rows=rows)
+        except PoSEError:
+            self.boundaries.undo()
+            raise
+        if self.trainer.is_world_process_zero():
+            log.info("self-test passed: %s", report)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.collator.set_epoch(self._next_epoch)
+        self._next_epoch += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.boundaries.undo()
+        # Now, while all ranks are alive: Axolotl saves once more after the other ranks have ended.
+        self.answered = probe_of(self.trainer, self.collator.settings)
+        self._report_what_was_trained()
+
+    # What the log reports.
+
+    def _describe(self) -> None:
+        settings = self.collator.settings
+        log.info("settings: %s", settings.model_dump(exclude_defaults=True))
+        frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
+        if frozen:
+            log.warning(frozen)
+        sampler = make_sampler(settings)
+        one_chunk = settings.chunks == 1 and "chunks" in sampler.options()
+        if one_chunk or settings.unskipped_ratio == 1 or settings.train_length == 1:
+            log.warning(
+                "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
+                "plain positions. Use chunks: 2",
+                settings.chunks,
+                settings.unskipped_ratio,
+                settings.train_length,
+            )
+        elif settings.train_length is not None and sampler.skips and simulable(settings):
+            # With many chunks, simulating a row takes time in proportion to the target.
+            draws = max(10, min(100, 2**24 // settings.target_length)) if many_chunks(settings) else 500
+            chances = coverage(settings, draws=draws)
+            about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
+            log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances.table())
+
+    def _report_what_was_trained(self) -> None:
+        settings, trained = self.collator.settings, self.collator.trained()
+        if not trained["documents"]:
+            return
+        log.info(
+            "this process drew %(documents)d documents (prefetched ones included), %(skipped)d of them with a jump, "
+            "%(tokens)d tokens, farthest position %(farthest)d",
+            trained,
+        )
+        if trained.get("uncut") or trained.get("anywhere"):
+            log.warning(
+                "sampler=%s: of %d documents, %d had no border inside their window and were trained without a jump; %d "
+                "had none at all and were split at random, like plain text",
+                settings.sampler,
+                trained["documents"],
+                trained["uncut"],
+                trained["anywhere"],
+            )
+        if not trained["skipped"] and make_sampler(settings).skips:
+            log.warning(
+                "no document had a jump, so nothing beyond %d tokens was trained. Check chunks, train_length, "
+                "unskipped_ratio and the length of the samples",
+                trained["farthest"] + 1,
+            )

@@ -1,0 +1,193 @@
+"""How trainers are bound: methods of their classes are wrapped for a while, and a bound trainer shows its mixin."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from types import SimpleNamespace
+
+import pytest
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from pose_plugin import PoSECollator, extend_context
+from pose_plugin.training import binding
+from pose_plugin.training.binding import PoSETrainerMixin, add_mixin, offer_trainer, wrap_while_alive
+from pose_plugin.utils.errors import PoSEError
+from tests.conftest import make_llama, make_tokenizer
+
+TARGET = 256
+
+
+class Thing:
+    """Anything that is collected by the garbage collector."""
+
+
+class Owner:
+    def method(self, value):
+        """Return the value."""
+        return value
+
+
+def doubled(method, owner, value):
+    return 2 * method(owner, value)
+
+
+def and_one(method, owner, value):
+    return method(owner, value) + 1
+
+
+PLACE = Owner, "method"
+
+
+def test_a_method_is_wrapped_while_an_object_lives():
+    original = Owner.method
+    first, second = Thing(), Thing()
+    for thing in (first, second):
+        wrap_while_alive(thing, {PLACE: doubled})
+    assert Owner().method(5) == 10, "two objects with the same wrapper wrap once"
+    assert Owner.method.__doc__ == original.__doc__
+    del first, thing
+    gc.collect()
+    assert Owner().method(5) == 10
+    del second
+    gc.collect()
+    assert Owner.method is original and PLACE not in binding._wrapped
+
+
+def test_two_wrappers_of_one_method_end_independently():
+    original = Owner.method
+    inner, outer = Thing(), Thing()
+    wrap_while_alive(inner, {PLACE: doubled})
+    wrap_while_alive(outer, {PLACE: and_one})
+    assert Owner().method(5) == 11
+    del inner
+    gc.collect()
+    assert Owner().method(5) == 6
+    del outer
+    gc.collect()
+    assert Owner.method is original
+
+
+def test_a_later_patch_of_another_package_stays(monkeypatch):
+    thing = Thing()
+    wrap_while_alive(thing, {PLACE: doubled})
+    ours = Owner.method
+    monkeypatch.setattr(Owner, "method", lambda owner, value: ours(owner, value) + 100)
+    del thing
+    gc.collect()
+    assert Owner().method(5) == 105, "without wrappers ours changes nothing"
+    monkeypatch.setattr(Owner, "method", ours)
+    again = Thing()
+    wrap_while_alive(again, {PLACE: and_one})
+    assert Owner().method(5) == 6
+    del again
+    gc.collect()
+    assert Owner().method(5) == 5 and PLACE not in binding._wrapped
+
+
+def trainer_of(folder, kind=Trainer, collator=None, **arguments):
+    model = make_llama()
+    if collator is not None:
+        model = type(model)(extend_context(model.config, TARGET))
+    rows = [{"input_ids": list(range(3, 30 + i)), "labels": list(range(3, 30 + i))} for i in range(4)]
+    values = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    return kind(
+        model,
+        TrainingArguments(str(folder), **values, **arguments),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=collator or PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32).plain(),
+    )
+
+
+@pytest.fixture
+def collator():
+    return PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32)
+
+
+def test_a_bound_trainer_shows_its_mixin(tmp_path, collator):
+    trainer = trainer_of(tmp_path, collator=collator)
+    kind = type(trainer)
+    assert kind.__mro__[1:3] == (PoSETrainerMixin, Trainer)
+    assert (kind.__name__, kind.__qualname__, kind.__module__) == ("Trainer", "Trainer", Trainer.__module__)
+    assert trainer.pose_callback in trainer.callback_handler.callbacks
+    add_mixin(trainer)
+    assert type(trainer) is kind, "a second call changes nothing"
+    assert copy.copy(trainer).pose_callback is trainer.pose_callback
+
+
+def test_another_trainer_is_left_alone(tmp_path, collator):
+    other = trainer_of(tmp_path)
+    assert type(other) is Trainer
+    assert "PoSECallback" not in [type(each).__name__ for each in other.callback_handler.callbacks]
+
+
+def test_a_class_that_names_the_mixin_is_kept(tmp_path, collator):
+    class Explicit(PoSETrainerMixin, Trainer):
+        pass
+
+    bound, plain = trainer_of(tmp_path, Explicit, collator), trainer_of(tmp_path, Explicit)
+    assert type(bound) is type(plain) is Explicit
+    assert bound.pose_callback is not None and plain.pose_callback is None
+    # Without a PoSECollator, such a class trains and saves as its trainer does.
+    plain.train()
+    plain.save_model()
+    assert (tmp_path / "config.json").exists() and not (tmp_path / "pose.json").exists()
+    bound.train()
+    bound.save_model()
+    assert (tmp_path / "pose.json").exists()
+
+
+def test_a_class_with_the_mixin_behind_the_trainer_is_refused(tmp_path, collator):
+    """Its methods would never be called."""
+
+    class Behind(Trainer, PoSETrainerMixin):
+        pass
+
+    with pytest.raises(PoSEError, match="Behind: write PoSETrainerMixin before"):
+        trainer_of(tmp_path, Behind, collator)
+
+
+def test_evaluation_is_plain_and_training_is_not(tmp_path, collator):
+    trainer = trainer_of(tmp_path, collator=collator)
+    rows = trainer.eval_dataset
+    for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(rows)):
+        for batch in loader:
+            for places, mask in zip(batch["position_ids"], batch["attention_mask"], strict=True):
+                assert places[mask.bool()].tolist() == list(range(int(mask.sum())))
+    assert trainer.data_collator is collator
+    assert max(int(batch["position_ids"].max()) for batch in trainer.get_train_dataloader()) > 32
+
+
+def test_a_collator_that_the_user_sets_later_is_left_alone(tmp_path, collator):
+    trainer = trainer_of(tmp_path, collator=collator)
+    trainer.data_collator = later = collator.plain()
+    loader = trainer.get_eval_dataloader()
+    assert getattr(loader.collate_fn, "data_collator", loader.collate_fn) is later
+
+
+def test_train_may_be_called_twice(tmp_path, collator):
+    trainer = trainer_of(tmp_path, collator=collator)
+    assert [trainer.train().global_step, trainer.train().global_step] == [1, 1]
+
+
+class Curious(TrainerCallback):
+    def __init__(self):
+        self.trainers = []
+
+    def bind_trainer(self, trainer):
+        self.trainers.append(trainer)
+
+
+def test_callbacks_get_the_trainer_before_training(tmp_path, collator):
+    trainer, later = trainer_of(tmp_path, collator=collator), Curious()
+    trainer.add_callback(later)
+    trainer.train()
+    assert later.trainers == [trainer]
+
+
+def test_callbacks_without_the_method_are_skipped():
+    asked = Curious()
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[TrainerCallback(), asked]))
+    offer_trainer(trainer)
+    assert asked.trainers == [trainer]

@@ -1,0 +1,135 @@
+"""Checks of a trainer, its model and its settings before the first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from pose_plugin import extend_context
+from pose_plugin.config import parse_settings
+from pose_plugin.training.checks import (
+    frozen_parts,
+    refuse_settings,
+    require_undivided,
+    require_unsloth_fits,
+    warning_of_frozen_parts,
+)
+from pose_plugin.utils.errors import PoSEError
+from tests.conftest import make_llama
+
+peft = pytest.importorskip("peft")
+
+
+def model(target: int, **lora):
+    plain = make_llama()
+    built = type(plain)(extend_context(plain.config, target, "yarn"))
+    if not lora:
+        return built
+    return peft.get_peft_model(built, peft.LoraConfig(target_modules=["q_proj"], r=2, **lora))
+
+
+NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "frozen"),
+    [
+        ({}, []),
+        ({"lora_dropout": 0.0}, ["embeddings", "norms"]),
+        ({"modules_to_save": ["embed_tokens"]}, ["norms"]),
+        ({"modules_to_save": NORMS}, ["embeddings"]),
+        ({"modules_to_save": ["embed_tokens", *NORMS]}, []),
+    ],
+    ids=["full", "lora", "embeddings", "norms", "both"],
+)
+def test_frozen_parts(lora, frozen):
+    assert frozen_parts(model(512, **lora)) == frozen
+
+
+def test_the_warning_names_the_modules_of_this_model():
+    text = warning_of_frozen_parts(model(512, lora_dropout=0.0), 512)
+    assert text is not None and "64 → 512" in text and "stretch by 8" in text
+    names = text.split("modules_to_save=[")[1].split("]")[0].split(", ")
+    assert names == ["embed_tokens", *sorted(NORMS)]
+    # As the advice says, nothing is left to warn of.
+    assert frozen_parts(model(512, modules_to_save=names)) == []
+
+
+@pytest.mark.parametrize(("target", "lora"), [(256, {"lora_dropout": 0.0}), (512, {})], ids=["small stretch", "full"])
+def test_no_warning_where_none_is_due(target, lora):
+    assert warning_of_frozen_parts(model(target, **lora), target) is None
+
+
+@pytest.mark.parametrize("value", [True, "dpo", [1], 2])
+def test_a_setting_that_is_on_is_refused(value):
+    with pytest.raises(PoSEError) as error:
+        refuse_settings({"other": 1, "rl": value}.get, {"gptq": "no.", "rl": "it differs. Remove it"}, "`pose:`")
+    assert str(error.value) == f"rl={value!r} cannot be combined with `pose:`: it differs. Remove it"
+
+
+@pytest.mark.parametrize("value", [None, False, 0, [], ""])
+def test_a_setting_that_is_off_is_not(value):
+    refuse_settings({"rl": value}.get, {"rl": "it differs", "gptq": "it differs"}, "`pose:`")
+
+
+@pytest.mark.parametrize("size", [2, 8, "many"])
+def test_rows_split_over_devices_are_refused(size):
+    with pytest.raises(PoSEError, match=f"sp_size={size} .*Set sp_size: 1"):
+        require_undivided({"cp_size": 1, "sp_size": size})
+
+
+@pytest.mark.parametrize("size", [None, 0, 1])
+def test_whole_rows_are_not(size):
+    require_undivided({"cp_size": size, "sp_size": size})
+
+
+# -- Unsloth -------------------------------------------------------------------------------------------------------
+
+TARGET, WINDOW = 512, 64
+
+
+def loaded(max_seq_length, extended=True, **rope):
+    """What Unsloth's loader leaves: a model that carries the longest row."""
+    config = make_llama().config
+    if extended:
+        config = extend_context(config, TARGET, **rope)
+    model = make_llama(**{k: v for k, v in config.to_dict().items() if k in ("max_position_embeddings",)})
+    model.config = config
+    model.max_seq_length = max_seq_length
+    return model
+
+
+UNSLOTH = {
+    "not extended": (
+        lambda: loaded(TARGET, extended=False),
+        {},
+        "max_seq_length=512.*extended_base",
+    ),
+    "longer than the target": (
+        lambda: loaded(2 * TARGET),
+        {},
+        "max_seq_length=1024 is above target_length=512.*rope=yarn.*Load with max_seq_length=64",
+    ),
+    "rows would be cut": (
+        lambda: loaded(32),
+        {},
+        "max_seq_length=32 is below train_length=64.*Load with max_seq_length=64",
+    ),
+    "margin beyond the table": (
+        lambda: loaded(WINDOW),
+        {"target_margin": 64},
+        "target_margin=64 reaches position 575.*max_position_embeddings=512.*Set target_margin: 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSLOTH)
+def test_unsloth_models_that_do_not_fit(name):
+    make, changes, words = UNSLOTH[name]
+    settings = parse_settings({"target_length": TARGET, "train_length": WINDOW, **changes})
+    with pytest.raises(PoSEError, match=words):
+        require_unsloth_fits(make(), settings)
+
+
+@pytest.mark.parametrize("longest", [WINDOW, TARGET])
+def test_unsloth_models_that_fit(longest):
+    require_unsloth_fits(loaded(longest), parse_settings({"target_length": TARGET, "train_length": WINDOW}))
