@@ -23,15 +23,6 @@ _DOTTED = "pose_plugin.PosePlugin"
 _BEACON = "POSE_PLUGIN_BEACON"
 
 
-def install() -> None:
-    """Install the hook: the entry point of installations made before `pose_plugin_hook` existed."""
-    try:
-        importlib.import_module("pose_plugin_hook").install()
-    except Exception:
-        # Never break `import torch`.
-        return
-
-
 def _accept_bare_name(base: ModuleType) -> None:
     """axolotl.integrations.base: let `load_plugin("pose_plugin")` load `pose_plugin.PosePlugin`."""
     if hasattr(base, "PLUGIN_ENTRY_POINT_GROUP") or getattr(base.load_plugin, "_pose_plugin", False):

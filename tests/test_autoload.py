@@ -234,7 +234,7 @@ def test_a_broken_package_breaks_no_other(tmp_path, name):
     for file, text in BROKEN[name].items():
         (tmp_path / "pose_plugin").mkdir(exist_ok=True)
         (tmp_path / "pose_plugin" / file).write_text(text)
-    shutil.copy(Path(__file__).parents[1] / "pose_plugin_hook.py", tmp_path)
+    shutil.copy(Path(__file__).parents[1] / "pose_plugin" / "_top" / "pose_plugin_hook.py", tmp_path)
     out = good(
         """
 # An editable installation would find the package of this checkout.
