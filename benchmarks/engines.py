@@ -111,10 +111,11 @@ def passkey(folder: Path, home: str, python: str, place: Path, trials: int, leng
     """Share of prompts whose five digits are the greedy continuation, token by token."""
     from transformers import AutoTokenizer
 
-    from pose_plugin.evaluation.measures.passkey import PasskeyBuilder, documents
+    from pose_plugin.evaluation.measures.passkey import Passkey
 
-    prompts = documents(PasskeyBuilder(AutoTokenizer.from_pretrained(folder)), lengths, trials, None, 0)
-    rows = [document for length in lengths for document in prompts[length]]
+    measure = Passkey(trials=trials)
+    measure.prepare(AutoTokenizer.from_pretrained(folder), lengths)
+    rows = [document for length in lengths for document in measure.documents(length)]
     keep = max(len(row.answer) for row in rows) + 1
     asked = [{"ids": row.input_ids, "keep": keep, "plain": plain} for plain in (False, True) for row in rows]
     found = ask(convert(folder, home, place), python, asked, place)

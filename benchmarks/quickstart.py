@@ -42,8 +42,8 @@ def summary(reports: list[Any], lengths: list[int]) -> dict[str, Any]:
         for model in report.models:
             row = models.setdefault(model.name, {"passkey": {}, "perplexity": {}})
             for length in lengths:
-                row["passkey"].setdefault(str(length), []).append(model.passkey.by_length[length].value)
-                row["perplexity"].setdefault(str(length), []).append(model.perplexity.by_length[length].perplexity)
+                for measure, found in row.items():
+                    found.setdefault(str(length), []).append(model.results[measure].by_length()[length].score)
     for row in models.values():
         for measure in ("passkey", "perplexity"):
             row[measure] = {

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from pose_plugin import BeaconConfig
-from pose_plugin.config import EvaluateSettings, PoSESettings, RopeSettings
+from pose_plugin.config import PoSESettings, RopeSettings
+from pose_plugin.evaluation.settings import EvaluateSettings
 from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 
@@ -24,7 +25,7 @@ def table(model: type) -> str:
     for name, field in model.model_fields.items():  # type: ignore[attr-defined]
         default = "required" if field.is_required() else _text(field.get_default(call_default_factory=True))
         names = {"type": list(KINDS), "sampler": list(SAMPLERS)}.get(name)
-        kind = ", ".join(f"`{each}`" for each in names) if names else _type(field.annotation)
+        kind = ", ".join(f"`{each}`" for each in names) if names else _type(field.annotation, name)
         lines.append(f"| `{name}` | {default} | {kind} | {field.description} |")
     return "\n".join(lines)
 
@@ -46,14 +47,15 @@ def _text(value: object) -> str:
     return "–" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _type(annotation: object) -> str:
+def _type(annotation: object, key: str) -> str:
     if annotation is RopeSettings:
         return "name or block"
-    text = str(annotation)
-    if "EvaluateSettings" in text:
+    text = str(annotation).removesuffix(" | None").removeprefix("typing.Optional[")
+    if text.startswith("dict["):
         return "block"
     if text.startswith("list["):
-        return f"list of {'names' if 'Literal[' in text else 'integers' if 'int' in text else 'paths'}"
+        kinds = {"int": "integers", "float": "numbers", "str": "paths" if key == "texts" else "names"}
+        return f"list of {next(word for kind, word in kinds.items() if kind in text)}"
     if "Literal[" in text:
         return text[text.index("Literal[") + 8 : text.rindex("]")].replace("'", "`")
     for name, word in {"bool": "true or false", "int": "integer", "float": "number", "str": "path"}.items():

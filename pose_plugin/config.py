@@ -25,8 +25,6 @@ from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
 
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
-Measure = Literal["passkey", "perplexity", "needle", "topics", "longppl", "gap", "short"]
-WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
 # The upper end is what a position can be on every backend, 32-bit kernels included.
@@ -45,11 +43,13 @@ def _known_sampler(name: str) -> str:
 SamplerName = Annotated[str, AfterValidator(_known_sampler)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Settings that nobody changes, without unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class RopeSettings(_Strict):
+class RopeSettings(Strict):
     """How the rotary frequencies are stretched. `rope: yarn` is short for `rope: {type: yarn}`.
 
     Every field but `type` has a default that follows from the base model's config and `target_length`.
@@ -110,63 +110,7 @@ class RopeSettings(_Strict):
         return self
 
 
-class EvaluateSettings(_Strict):
-    """What is measured while training, on plain positions, and logged as `passkey/2048`, `perplexity/2048`, …"""
-
-    every: PositiveInt | None = Field(None, description="steps from one measurement to the next; default: none between")
-    at_start: Switch = Field(False, description="measure before the first step")
-    at_end: Switch = Field(True, description="measure after the last step")
-    tasks: list[Measure] | None = Field(
-        None, description="what is measured; default: passkey, and perplexity where there are texts"
-    )
-    lengths: list[PositiveInt] | None = Field(
-        None, description="tokens of prompts and windows; default: train_length, doubled up to target_length"
-    )
-    texts: list[str] = Field(
-        [], description="files of UTF-8 text, one document each, for perplexity, longppl, gap and short"
-    )
-    trials: PositiveInt = Field(10, description="prompts a length (needle: 5 depths share them)")
-    max_windows: PositiveInt = Field(10, description="windows a length for perplexity, gap and short")
-    evaluator: str | None = Field(
-        None, description="longppl: the model, folder or hub name, that says what is a key token (required there)"
-    )
-    short_context: PositiveInt | None = Field(
-        None, description="longppl: the short context, in tokens; default: train_length"
-    )
-    short_length: PositiveInt | None = Field(
-        None, description="short: window of the guard, in tokens; default: the base's own window"
-    )
-    batch_size: PositiveInt | None = Field(None, description="sequences in one forward; default: about 16k tokens")
-    seed: StrictInt = Field(0, description="of keys and depths; every measurement asks the same prompts")
-
-    @field_validator("tasks", "lengths", "texts", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _belongs_together(self) -> EvaluateSettings:
-        for name in ("tasks", "lengths"):
-            if getattr(self, name) == []:
-                raise ValueError(f"evaluate.{name} is empty; name some, or remove the key for the default")
-        unread = [task for task in self.tasks or () if task in WITH_TEXTS and not self.texts]
-        if unread:
-            raise ValueError(f"evaluate.tasks={unread[0]} needs evaluate.texts, files with text to measure on")
-        for name, task in {"evaluator": "longppl", "short_context": "longppl", "short_length": "short"}.items():
-            if getattr(self, name) is not None and task not in (self.tasks or ()):
-                value = getattr(self, name)
-                raise ValueError(f"evaluate.{name}={value} has no effect without {task} in evaluate.tasks")
-        if self.evaluator is None and "longppl" in (self.tasks or ()):
-            raise ValueError(
-                "evaluate.tasks=longppl needs evaluate.evaluator, a long-context model with the same tokenizer, which "
-                "says before the first step which tokens need far text"
-            )
-        if self.every is None and not self.at_start and not self.at_end:
-            raise ValueError("evaluate never measures: set every, at_start or at_end, or remove the block")
-        return self
-
-
-class PoSESettings(_Strict):
+class PoSESettings(Strict):
     """The `pose:` block. The same fields are the keyword arguments of `PoSECollator`."""
 
     target_length: PositiveInt = Field(description="L_t, the wanted window in tokens")
@@ -199,7 +143,7 @@ class PoSESettings(_Strict):
     seed: StrictInt = Field(0, description="positions depend on (seed, epoch, the document's tokens)")
     self_test: Switch = Field(True, description="check before the first step that the chunks see each other")
     # Saved folders do not record it: it does not change the training, and it names files on this machine.
-    evaluate: EvaluateSettings | None = Field(
+    evaluate: dict[str, Any] | None = Field(
         None, exclude=True, description="retrieval and perplexity by length, measured while training"
     )
 
@@ -222,11 +166,6 @@ class PoSESettings(_Strict):
                 f"target_length={self.target_length} is smaller than the trained window "
                 f"train_length={self.train_length}; set target_length to the window you want, "
                 "or shorten train_length (Axolotl: sequence_len)"
-            )
-        if self.evaluate is not None and self.evaluate.lengths is None and self.train_length is None:
-            raise ValueError(
-                "evaluate.lengths is missing, and without train_length its default is not known; name lengths in "
-                f"tokens, e.g. lengths: [{max(1, self.target_length // 4)}, {self.target_length}]"
             )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
@@ -272,14 +211,25 @@ def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -
     try:
         return PoSESettings(**values)
     except ValidationError as error:
-        raise PoSEError("\n".join(_sentence(item, where) for item in error.errors())) from None
+        raise PoSEError(explain(error, where, PoSESettings, rope=RopeSettings)) from None
 
 
-def _sentence(item: Any, where: str) -> str:
+def explain(error: ValidationError, where: str, model: type[BaseModel], **blocks: type[BaseModel]) -> str:
+    """Return the problems that pydantic found, one sentence per line.
+
+    Args:
+        error: what pydantic raised.
+        where: what is put before each key, e.g. "pose".
+        model: what was validated.
+        blocks: the models of its nested blocks, by key.
+    """
+    return "\n".join(_sentence(item, where, model, blocks) for item in error.errors())
+
+
+def _sentence(item: Any, where: str, model: type[BaseModel], blocks: dict[str, type[BaseModel]]) -> str:
     """Return one of pydantic's errors in the words of a user: the full key, the value, the limit, the meaning."""
     path = [str(part) for part in item["loc"]]
-    blocks: dict[str, type[BaseModel]] = {"rope": RopeSettings, "evaluate": EvaluateSettings}
-    model = blocks.get(path[0], PoSESettings) if len(path) > 1 else PoSESettings
+    model = blocks.get(path[0], model) if len(path) > 1 else model
     field = model.model_fields.get(path[-1]) if path else None
     key = ".".join([where, *path])
     kind = item["type"]

@@ -172,6 +172,8 @@ def joined(lengths: tuple[int, ...]) -> str:
 
 def collect(work: Path, scale: Scale, places: dict[str, Path]) -> dict[str, Any]:
     """The reports as one: by model the gap's losses, the losses by position of each text, and the passkeys."""
+    from pose_plugin.evaluation.results import Result
+
     names = {f"base + {rope} (RoPE only)": f"{rope}, RoPE only" for rope in scale.ropes}
     order = ["base", *(f"{rope}, {how}" for rope in scale.ropes for how in ("RoPE only", "no skip", "PoSE"))]
     models: dict[str, Any] = {name: {"gap": {}, "loss": {}, "passkey": {}} for name in order}
@@ -181,20 +183,19 @@ def collect(work: Path, scale: Scale, places: dict[str, Path]) -> dict[str, Any]
         measure = {"loss": "perplexity"}.get(task, task)
         for model in json.loads((place / "results.json").read_text(encoding="utf-8"))["models"]:
             row = models[names.get(model["name"], model["name"])]
-            found = model[measure]
-            definitions[measure] = found["definition"]
-            if task == "gap":
-                row["gap"] = {length: gap["loss"] for length, gap in found["by_length"].items()}
-            elif task == "loss":
-                (window,) = found["by_length"].values()
-                row["loss"][what.partition("-")[2]] = {str(b["start"]): b["loss"] for b in window["buckets"]}
+            found = Result.from_dict(model[measure])
+            definitions[measure] = found.described
+            scores = {str(n): each.score for n, each in found.by_length().items()}
+            if task == "loss":
+                buckets = [each.details for each in found.view("position")]
+                row["loss"][what.partition("-")[2]] = {str(b["from"]): b["loss"] for b in buckets}
             elif task == "passkey":
                 row["passkey"] |= {
-                    n: {"found": round(a["accuracy"] * a["trials"]), "trials": a["trials"]}
-                    for n, a in found["by_length"].items()
+                    str(n): {"found": round(each.score * each.n), "trials": each.n}
+                    for n, each in found.by_length().items()
                 }
             else:
-                row[task] = found["by_length"]["first"]
+                row[task] = scores
     record = json.loads((work / f"pose-{next(iter(scale.ropes))}" / "pose.json").read_text(encoding="utf-8"))
     return {
         "ropes": scale.ropes, "steps": scale.steps, "window": scale.window, "tokens": record.get("tokens"),

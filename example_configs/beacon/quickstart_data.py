@@ -36,7 +36,7 @@ class FactDocuments:
 
         self.builder = builder = PasskeyMaker(tokenizer).builder
         stop = tokenizer.convert_tokens_to_ids(".")
-        filler = builder._filler_ids(4000)
+        filler = builder.haystack.filler(4000)
         # The tokens repeat with the sentences; the first copy differs, as a text begins without a space.
         period = next(n for n in range(1, 200) if filler[300 + n : 1300 + n] == filler[300:1300])
         self.filler = filler[300 : 300 + period]
@@ -54,8 +54,8 @@ class FactDocuments:
             Token ids, (length,); the indices of the answers' digits, which the token before predicts.
         """
         made, key = self.builder, str(rng.randrange(1, 10))
-        line = made._newline
-        answer = made._answer_ids(key)
+        line = made.haystack.newline
+        answer = made.answer_ids(key)
         spaces = next(at for at, token in enumerate(answer) if made.tokenizer.decode([token]).strip())
         place = rng.choice(self.ends)
 
@@ -69,8 +69,8 @@ class FactDocuments:
             place = (place + len(found)) % len(self.filler)
             return found
 
-        ids = [*made._prefix, *line, *fill(rng.randrange(40) if length > 100 else 0), *line, *made._key_ids(key), *line]
-        asked = [*line, *made._question, *answer[:spaces]]
+        ids = [*made.prefix, *line, *fill(rng.randrange(40) if length > 100 else 0), *made.key_line(key)]
+        asked = [*line, *made.question, *answer[:spaces]]
         places: list[int] = []
         closing = len(asked) + len(answer) - spaces + len(line)
         while True:

@@ -108,7 +108,7 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
         # Seeds of evaluation start far from those of training, so that no document occurs in both.
         keys = passkey(model, source.tokenizer, LENGTHS, trials=trials, seed=1000 + seed, progress=False)
         loss = perplexity(model, source.tokenizer, texts, LENGTHS, max_tokens=16384, progress=False)
-        results.append(ModelResult(name, keys, loss, facts=source.facts))
+        results.append(ModelResult(name, {result.measure: result for result in (keys, loss)}, facts=source.facts))
     return results
 
 

@@ -60,8 +60,8 @@ def passkey_table(model: Any, tokenizer: Any, args: argparse.Namespace) -> str:
     lengths = [args.train_length]
     while lengths[-1] * 2 < args.target_length:
         lengths.append(lengths[-1] * 2)
-    found = passkey(model, tokenizer, [*lengths, args.target_length], trials=args.trials).by_length
-    return "  ".join(f"{length}: {accuracy.value:.0%}" for length, accuracy in found.items())
+    found = passkey(model, tokenizer, [*lengths, args.target_length], trials=args.trials).by_length()
+    return "  ".join(f"{length}: {row.score:.0%}" for length, row in found.items())
 
 
 def main() -> None:

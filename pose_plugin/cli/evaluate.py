@@ -8,19 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pose_plugin._version import __version__
-from pose_plugin.evaluation.text_file import read_text
+from pydantic import ValidationError, create_model
+
+from pose_plugin.config import Strict, explain
+from pose_plugin.evaluation.measure import Windows
+from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
+from pose_plugin.evaluation.settings import read_text
 from pose_plugin.utils.errors import PoSEError
 
 if TYPE_CHECKING:
     from pose_plugin.checkpoints.load import Source
+    from pose_plugin.evaluation.measure import Measure
     from pose_plugin.evaluation.results import Report
-    from pose_plugin.evaluation.tasks import Plan
 
-TASKS = ("passkey", "perplexity", "needle", "topics", "longppl", "gap", "short")
-WITH_TEXTS = ("perplexity", "longppl", "gap", "short")
-NEED = {"evaluator": "longppl", "short_context": "longppl", "short_length": "short",
-        "harness_limit": "harness", "harness_path": "harness"}  # fmt: skip
 EPILOG = """\
 example, the three rows every claim needs (base, RoPE only, trained):
   pose-plugin evaluate base-model my-adapter --extend target_length=32768,rope=yarn \\
@@ -32,35 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
+    default = ", ".join(name for name, measure in by_task().items() if measure.by_default)
     add("models", nargs="+", metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
     add("--lengths", required=True, help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes")
-    add("--tasks", help=f"of {', '.join(TASKS)}, or all; default: passkey, and perplexity if there are --texts")
+    add("--tasks", help=f"of {', '.join(by_task())}, or all; default: {default}, as far as there are --texts")
     add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
-    add("--texts", nargs="+", default=[], metavar="FILE", help="documents for perplexity, longppl, gap, short; UTF-8")
+    add("--texts", nargs="+", default=[], metavar="FILE", help=f"documents for {with_texts()}; UTF-8")
     add("--label", action="append", default=[], metavar="NAME=PATH", help="how a MODEL is called in tables")
     add("--extend", action="append", default=[], metavar="SETTINGS",
         help="also evaluate the first MODEL with its RoPE stretched and no training, e.g. "
         "target_length=2048,rope=linear")  # fmt: skip
-    add("--trials", type=int, default=50, help="prompts a length of passkey, topics and each needle kind (default 50)")
-    add(
-        "--depths",
-        help="depths of key and needle, e.g. 0,0.25,0.5,0.75,1; default: the needle's these, the key's drawn at random",
-    )
-    add("--filler", metavar="FILE", help="a real text to hide keys and needles in, instead of grass and sky")
-    add("--seed", type=int, default=0, help="of keys and depths (default 0)")
-    add("--stride", type=int, help="perplexity: tokens from window to window; default: half of each length")
-    add("--max-windows", type=int, help="perplexity: windows a length; default: all")
-    add("--max-tokens", type=int, help="perplexity: tokens of each text, from its start; default: all")
-    add("--kinds", default="single,multi,kv", help="of needles; default single,multi,kv")
-    add("--evaluator", metavar="MODEL", help="longppl: which MODEL says what is a key token; default: the last")
-    add("--short-context", type=int, help="longppl: the short context, in tokens; default: the trained window")
-    add("--short-length", type=int, help="short: window of the guard; default: the first MODEL's own window")
-    add("--harness", metavar="TASKS", help="tasks of lm-eval beside, e.g. niah_single_1,ruler_vt,longbench")
-    add("--harness-limit", type=int, help="samples a task of lm-eval; default: all")
-    add("--harness-path", metavar="DIR", help="a folder with more lm-eval task YAMLs")
-    add("--plan", action="store_true", help="only say how long it would take and how much memory")
-    add("--fresh", action="store_true", help="measure anew what --output holds already")
-    add("--batch-size", type=int, help="sequences in one forward; default: about 16k tokens")
+    for name, option in options_of(MEASURES.values(), defaults=True).items():
+        add(_flag(name), help=option.description)
+    add("--plan", action="store_true", help="only show how long it would take and how much memory")
+    add("--fresh", action="store_true", help="measure again what --output holds already")
     add("--train-length", type=int, help="the trained window, to mark it; default: as recorded")
     add("--target-length", type=int, help="the wanted window, to mark it; default: as recorded")
     add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
@@ -71,19 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the input, then evaluates model after model; each figure is on disk as soon as it is there.
+    """Check the input, then evaluate model after model; each figure is on disk as soon as it is measured.
 
     Returns:
-        0; 1 where something was left out, as it did not fit in memory, say.
+        0; 1 if something was left out, e.g. because it did not fit in memory.
 
     Raises:
-        PoSEError: input that cannot work, named before any weights are loaded where that can be.
+        PoSEError: input that cannot work, before any weights are loaded where possible.
     """
-    tasks = _tasks(args)
-    plan = _plan(args, tasks)
+    lengths, measures = _lengths(args.lengths), _measures(args)
     output = Path(args.output)
-    if output.exists() and not output.is_dir():
-        raise PoSEError(f"--output {output} is a file; name a folder")
     if not args.no_figures:
         from pose_plugin.utils.plots import require_matplotlib
 
@@ -91,103 +73,131 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         from transformers.utils import logging
 
-        # That of loading weights.
+        # The bar of loading weights.
         logging.disable_progress_bar()
     sources = _sources(args)
-    _settle(plan, args, sources)
+    trained, target = _windows(args, sources)
 
-    from pose_plugin.evaluation.finished import writing
-    from pose_plugin.evaluation.report import text, write
     from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.run import Session
 
-    evaluator = _evaluator(args, sources) if "longppl" in tasks else None
-    session = Session(plan, tasks, output, args.dtype, args.device, fresh=args.fresh)
-    session.check(sources, evaluator)
+    evaluator = _evaluator(measures, sources)
+    session = Session(measures, lengths, output, args.dtype, args.device, fresh=args.fresh)
+    session.check(sources, evaluator, Windows(base=sources[0].maximum, trained=trained))
     if args.plan:
         print(session.forecast(sources))
         return 0
-    session.finished.open()
-    others = sorted(session.finished.versions - {__version__})
-    if others:
-        print(f"{output} holds results of pose_plugin {', '.join(others)} too; they are kept there and not used")
-    report = Report([], *_windows(args, sources))
+    session.open()
+    if session.versions():
+        others = ", ".join(session.versions())
+        print(f"{output} also holds results of pose_plugin {others}; they are kept there and not used")
+    report = Report([], trained, target)
     try:
         if evaluator is not None:
-            session.find_keys(evaluator)
-        for number, source in enumerate(sources, 1):
-            print(f"[{number}/{len(sources)}] {source.name}: {source.path}", flush=True)
-            for result in session.results(source):
-                # The same row, fuller each time, so that a stop in between keeps what there is.
-                report.models[number - 1 :] = [result]
-                result.notes[:] = [*source.notes, *_beyond(source, plan.lengths), *session.notes(source)]
-                with writing(output):
-                    write(report, output)
+            session.ask(evaluator)
+        _measure(session, sources, report)
     except KeyboardInterrupt:
-        print(f"\nStopped. What is finished is kept in {output}; the same command goes on from there.")
+        print(f"\nStopped. What is finished is kept in {output}; the same command resumes from there.")
         raise
+    _finish(report, output, figures=not args.no_figures)
+    return 1 if session.left_out else 0
+
+
+def _measure(session: Any, sources: list[Source], report: Report) -> None:
+    from pose_plugin.evaluation.report import write
+    from pose_plugin.evaluation.run import writing
+
+    for number, source in enumerate(sources, 1):
+        print(f"[{number}/{len(sources)}] {source.name}: {source.path}", flush=True)
+        for result in session.results(source):
+            # The same model with more results each time, so that an interruption keeps what there is.
+            report.models[number - 1 :] = [result]
+            result.notes[:] = [*source.notes, *_beyond(source, session.lengths), *session.notes(source)]
+            with writing(session.output):
+                write(report, session.output)
+
+
+def _finish(report: Report, output: Path, figures: bool) -> None:
+    from pose_plugin.evaluation.report import text, write
+    from pose_plugin.evaluation.run import writing
+
+    pictures = []
     with writing(output):
-        pictures = []
-        if not args.no_figures:
+        if figures:
             from pose_plugin.evaluation.figures import draw
 
             pictures = draw(report, output)
         written = [*write(report, output, pictures), *pictures]
-    print(_prompt_shown(report) + text(report))
+    print(_examples(report) + text(report))
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
-    return 1 if session.left_out else 0
 
 
-def _plan(args: argparse.Namespace, tasks: list[str]) -> Plan:
-    from pose_plugin.evaluation.tasks import Plan
-
-    for name in ("trials", "stride", "max_windows", "max_tokens", "batch_size", "short_context", "short_length",
-                 "harness_limit", "train_length", "target_length"):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise PoSEError(f"--{name.replace('_', '-')} {value}: {name}={value} must be at least 1")
-    for name, task in NEED.items():
-        if getattr(args, name) is not None and task not in tasks:
-            way_out = "--harness TASKS" if task == "harness" else f"{task} in --tasks"
-            raise PoSEError(f"--{name.replace('_', '-')} {getattr(args, name)} has no effect without {way_out}")
+def _measures(args: argparse.Namespace) -> list[Measure]:
+    """Return the measures with their options."""
+    given = _options(args)
+    by_option = [measure for measure in MEASURES.values() if measure.chosen_by and given.get(measure.chosen_by)]
+    tasks = None if args.tasks is None else _names(args.tasks)
+    if tasks == [] and not by_option:
+        raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
+    chosen = [*choose(tasks, bool(args.texts), "--tasks"), *by_option]
+    needed = any(measure.needs_texts for measure in chosen)
     files = [Path(path).resolve() for path in args.texts]
-    twice = [path for path, file in zip(args.texts, files, strict=True) if files.count(file) > 1]
-    if twice:
-        raise PoSEError(f"--texts {twice[0]} is named twice and would count twice; name it once")
-    return Plan(
-        lengths=_lengths(args.lengths),
-        texts=[read_text(path) for path in args.texts] if any(task in WITH_TEXTS for task in tasks) else [],
-        trials=args.trials,
-        depths=_numbers("depths", args.depths) if args.depths else None,
-        kinds=tuple(_names(args.kinds)),
-        filler=read_text(args.filler) if args.filler else None,
-        seed=args.seed,
-        stride=args.stride,
-        max_windows=args.max_windows,
-        max_tokens=args.max_tokens,
-        batch_size=args.batch_size,
-        harness_tasks=tuple(_names(args.harness)),
-        harness_limit=args.harness_limit,
-        harness_path=args.harness_path,
-        progress=not args.quiet,
-    )
+    if len(set(files)) < len(files):
+        # A text would silently count twice.
+        raise PoSEError(f"--texts {' '.join(args.texts)} names a file twice; name each once")
+    texts = [read_text(path, "--texts") for path in args.texts] if needed else []
+    require_effect(given, chosen, _flag)
+    return make(chosen, {"progress": not args.quiet, **given}, texts, lambda name, path: read_text(path, _flag(name)))
 
 
-def _settle(plan: Plan, args: argparse.Namespace, sources: list[Source]) -> None:
-    """What follows from the models."""
-    trained = _windows(args, sources)[0]
-    plan.short_length = args.short_length or sources[0].maximum or plan.lengths[0]
-    plan.short_context = args.short_context or trained or plan.lengths[0]
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, with the types that the measures declare."""
+    declared = options_of(MEASURES.values())
+    given = {name: getattr(args, name) for name in declared if getattr(args, name) is not None}
+    windows = {name: getattr(args, name) for name in ("train_length", "target_length")}
+    for name, value in windows.items():
+        if value is not None and value < 1:
+            raise PoSEError(f"{_flag(name)}={value} must be at least 1")
+    values = {name: _typed(text, str(declared[name].rebuild_annotation())) for name, text in given.items()}
+    fields: dict[str, Any] = {name: (declared[name].rebuild_annotation(), ...) for name in given}
+    model = create_model("Options", __base__=Strict, **fields)
+    try:
+        return dict(model(**values))
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise PoSEError(f"{_flag(name)} {given[name]}: {explain(error, 'options', model)}") from None
 
 
-def _evaluator(args: argparse.Namespace, sources: list[Source]) -> Source:
-    """The model that says which tokens are key, one of the models or another."""
-    if args.evaluator is None:
+def _typed(text: str, annotation: str) -> Any:
+    """Return the text of an option as the type it is declared with; what is no number stays a text."""
+    if "list" in annotation:
+        inner = annotation[annotation.index("list[") + 5 :]
+        return [_typed(part.strip(), inner) for part in text.split(",") if part.strip()]
+    for name, kind in (("int", int), ("float", float)):
+        if name in annotation:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _evaluator(measures: list[Measure], sources: list[Source]) -> Source | None:
+    """Return the model that measures ask: one of the models or another; default: the last. None if none asks."""
+    asking = [measure for measure in measures if measure.needs_evaluator]
+    if not asking:
+        return None
+    named = getattr(asking[0], "evaluator", None)
+    if named is None:
         return sources[-1]
     from pose_plugin.checkpoints.load import describe
 
-    same = [source for source in sources if args.evaluator in (source.path, source.name)]
-    return same[0] if same else describe(args.evaluator)
+    same = [source for source in sources if named in (source.path, source.name)]
+    return same[0] if same else describe(named)
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -232,40 +242,19 @@ def _beyond(source: Source, lengths: list[int]) -> list[str]:
     return [f"{listed} tokens are beyond this model's max_position_embeddings={source.maximum}"]
 
 
-def _prompt_shown(report: Report) -> str:
-    """One prompt of each kind, its middle left out."""
+def _examples(report: Report) -> str:
+    """Return one prompt of each kind, its middle left out."""
     shown: dict[str, str] = {}
     for model in report.models:
-        if model.passkey:
-            shown.setdefault(
-                f"passkey prompt with its answer, {model.passkey.lengths[0]} tokens", model.passkey.example
-            )
-        for result in (model.needle, model.topics):
-            for kind, text in result.examples.items() if result else ():
-                assert result is not None
-                shown.setdefault(f"{result.measure} prompt ({kind}), {result.lengths[0]} tokens", text)
+        for result in model.results.values():
+            for kind, text in result.examples.items():
+                name = f"{result.measure} prompt ({kind})" if kind else f"{result.measure} prompt"
+                shown.setdefault(f"{name}, {result.lengths[0]} tokens", text)
     parts = []
     for title, text in shown.items():
         text = text if len(text) <= 700 else f"{text[:350]} […] {text[-350:]}"
         parts.append(f"\nOne {title}:\n{text}\n")
     return "".join(parts) + "\n"
-
-
-def _tasks(args: argparse.Namespace) -> list[str]:
-    if args.tasks is None:
-        tasks = ["passkey", "perplexity"] if args.texts else ["passkey"]
-    elif args.tasks.strip() == "all":
-        tasks = [task for task in TASKS if args.texts or task not in WITH_TEXTS]
-    else:
-        tasks = _names(args.tasks)
-        unknown = [task for task in tasks if task not in TASKS]
-        if unknown or (not tasks and not args.harness):
-            named = ", ".join(unknown) or "(none)"
-            raise PoSEError(f"--tasks {args.tasks}: unknown task {named}; known: {', '.join(TASKS)}, all")
-        unread = [task for task in tasks if task in WITH_TEXTS and not args.texts]
-        if unread:
-            raise PoSEError(f"--tasks {unread[0]} needs texts to measure; add --texts FILE, each file one document")
-    return [*tasks, "harness"] if args.harness else tasks
 
 
 def _names(text: str | None) -> list[str]:
@@ -286,13 +275,6 @@ def _lengths(text: str) -> list[int]:
 
 def _tokens(text: str) -> int:
     return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise PoSEError(f"--{name} {text} must be numbers with commas, e.g. 0,0.5,1") from None
 
 
 def _labels(labels: list[str], models: list[str]) -> dict[str, str]:

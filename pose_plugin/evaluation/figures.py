@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn as for print: matplotlib is imported when the first one is."""
+"""The pictures of a report, drawn as for print. matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -8,131 +8,109 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.evaluation.results import Report
+from pose_plugin.evaluation.measure import Measure
+from pose_plugin.evaluation.measures import MEASURES
+from pose_plugin.evaluation.results import Report, Row
 from pose_plugin.utils.plots import COLOURS, STYLE, require_matplotlib, tokens
 
-# Told apart in black and white too.
+# Distinct in black and white too.
 MARKERS = "osD^vPX*"
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Draws what there are results for: passkey.png, passkey_depth.png, perplexity.png, needle_single.png, …
+    """Draw a picture of each measure and kind: a line per model over the lengths, a heat map over lengths and depths.
+
+    A heat map takes the place of the lines if there are several kinds.
 
     Returns:
-        the files written.
+        the files written, e.g. passkey.png, passkey_depth.png, perplexity.png, needle_single.png.
 
     Raises:
         PoSEError: matplotlib is missing.
     """
     written = []
-    if any(model.passkey for model in report.models):
-        written += [passkey_by_length(report, folder / "passkey.png")]
-        written += [passkey_by_depth(report, folder / "passkey_depth.png")]
-    if any(model.perplexity for model in report.models):
-        written += [perplexity_by_length(report, folder / "perplexity.png")]
-    models = list(enumerate(report.models))
-    for kind in dict.fromkeys(kind for m in report.models if m.needle for kind in m.needle.kinds):
-        written.append(needle_heat_map(report, folder / f"needle_{kind}.png", kind))
-    shared = {
-        "topics": [(i, m.name, m.topics.by_length("first")) for i, m in models if m.topics],
-        "longppl": [
-            (i, m.name, {n: w.longppl for n, w in m.longppl.by_length.items()}) for i, m in models if m.longppl
-        ],
-        "gap": [(i, m.name, {n: p.loss for n, p in m.gap.by_length.items()}) for i, m in models if m.gap],
-    }
-    labels = {
-        "topics": ("first topics found", "prompt length (tokens)"),
-        "longppl": ("LongPPL", "window size (tokens)"),
-        "gap": ("loss of the moved tokens (nats)", "farthest position"),
-    }
-    for name, series in shared.items():
-        if series:
-            written.append(
-                lines_by_length(report, folder / f"{name}.png", series, *labels[name], share=name == "topics")
-            )
+    for name in report.measures:
+        measure = MEASURES[name]
+        if measure.comparison or measure.chosen_by:
+            # One length, or lm-eval's own figures: a table says it all.
+            continue
+        results = [(i, m.name, m.results[name]) for i, m in enumerate(report.models) if name in m.results]
+        kinds = list(dict.fromkeys(kind for _, _, result in results for kind in result.kinds))
+        for kind in kinds:
+            own = [(i, who, result) for i, who, result in results if kind in result.kinds]
+            cells = [(who, result.by_depth(kind)) for _, who, result in own]
+            deep = any(by_depth for _, by_depth in cells)
+            if not deep or len(kinds) == 1:
+                path = folder / (f"{name}.png" if len(kinds) == 1 else f"{name}_{kind}.png")
+                written.append(lines(report, path, measure, [(i, who, r.by_length(kind)) for i, who, r in own]))
+            if deep:
+                written.append(heat_map(report, folder / f"{name}_{kind or 'depth'}.png", measure, cells))
     return written
 
 
-def passkey_by_length(report: Report, path: Path) -> Path:
-    """Share of keys found by prompt length, one line a model; bars are Wilson's 95 % intervals."""
+def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple[int, str, dict[int, Row]]]) -> Path:
+    """Draw one line per model; for shares the bars are Wilson's 95 % intervals.
+
+    Args:
+        report: for the windows to mark.
+        path: the file.
+        measure: for the labels and the kind of axis.
+        series: (number of the model, its name, rows by length) of each model.
+    """
     with _figure(path) as (_, axes):
-        measured = [(i, m.name, m.passkey) for i, m in enumerate(report.models) if m.passkey]
-        for rank, (i, name, result) in enumerate(measured):
-            # Lines at 0 and at 100 % would hide each other: moved apart by a hair, the same for all lengths.
-            nudge = 2 ** (0.05 * (rank - (len(measured) - 1) / 2))
-            x = [length * nudge for length in result.by_length]
-            y = [100 * a.value for a in result.by_length.values()]
-            # At 0 and 100 % rounding would leave a negative bar.
-            below = [max(0, 100 * (a.value - a.interval[0])) for a in result.by_length.values()]
-            above = [max(0, 100 * (a.interval[1] - a.value)) for a in result.by_length.values()]
-            axes.errorbar(x, y, yerr=[below, above], label=name, elinewidth=0.8, capsize=0, **_look(i))
-        _length_axis(axes, sorted({n for _, _, r in measured for n in r.lengths}), report)
-        axes.set_ylim(-4, 104)
-        axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
-        axes.set_ylabel("passkeys found")
-        axes.set_xlabel("prompt length (tokens)")
-        _legend(axes, [name for _, name, _ in measured])
+        for rank, (i, name, rows) in enumerate(series):
+            if measure.higher_is_better:
+                # Lines at 0 and at 100 % would hide each other: moved apart by a hair, the same for all lengths.
+                nudge = 2 ** (0.05 * (rank - (len(series) - 1) / 2))
+                y = [100 * row.score for row in rows.values()]
+                # At 0 and 100 % rounding would leave a negative bar.
+                below = [max(0, 100 * (row.score - row.interval[0])) for row in rows.values()]
+                above = [max(0, 100 * (row.interval[1] - row.score)) for row in rows.values()]
+                x = [length * nudge for length in rows]
+                axes.errorbar(x, y, yerr=[below, above], label=name, elinewidth=0.8, capsize=0, **_look(i))
+            else:
+                y = [row.score if math.isfinite(row.score) else math.nan for row in rows.values()]
+                axes.plot(list(rows), y, label=name, **_look(i))
+        if measure.higher_is_better:
+            axes.set_ylim(-4, 104)
+            axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+        if measure.log_scale:
+            _log_axis(axes, [row.score for _, _, rows in series for row in rows.values()])
+        _length_axis(axes, sorted({n for _, _, rows in series for n in rows}), report)
+        axes.set_ylabel(measure.label)
+        axes.set_xlabel(measure.x_label)
+        _legend(axes, [name for _, name, _ in series])
     return path
 
 
-def perplexity_by_length(report: Report, path: Path) -> Path:
-    """Perplexity by window size, one line a model, both axes logarithmic."""
+def _log_axis(axes: Any, values: list[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    with _figure(path) as (_, axes):
-        measured = [(i, m.name, m.perplexity) for i, m in enumerate(report.models) if m.perplexity]
-        values = []
-        for i, name, result in measured:
-            y = [w.perplexity if math.isfinite(w.perplexity) else math.nan for w in result.by_length.values()]
-            values += [v for v in y if v == v]
-            axes.plot(list(result.by_length), y, label=name, **_look(i))
-        axes.set_yscale("log")
-        low, high = (min(values), max(values)) if values else (1.0, 10.0)
-        axes.set_ylim(low / 1.25, high * 1.25)
-        # Over few decades the powers of ten alone would leave one label or none.
-        subs: Any = range(1, 10) if high / low < 4 else (1, 2, 3, 5) if high / low < 100 else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        _length_axis(axes, sorted({n for _, _, r in measured for n in r.by_length}), report)
-        axes.set_ylabel("perplexity (log scale)")
-        axes.set_xlabel("window size (tokens)")
-        _legend(axes, [name for _, name, _ in measured])
-    return path
-
-
-def passkey_by_depth(report: Report, path: Path) -> Path:
-    """One panel a model: depth by length, the share of keys found as colour and number."""
-    measured = [
-        (m.name, {cell: 100 * a.value for cell, a in m.passkey.by_depth.items()}) for m in report.models if m.passkey
-    ]
-    return heat_map(report, path, measured, "depth of the key", "passkeys found (%)")
-
-
-def needle_heat_map(report: Report, path: Path, kind: str) -> Path:
-    """One panel a model: depth by length, the mean score as colour and number, the trained window marked."""
-    measured = [
-        (m.name, {cell: 100 * value for cell, value in m.needle.cells(kind).items()})
-        for m in report.models
-        if m.needle and kind in m.needle.kinds
-    ]
-    label = {"single": "needles found (%)", "multi": "numbers found (%)", "kv": "values found (%)"}
-    return heat_map(report, path, measured, "depth of the needle", label.get(kind, "score (%)"))
+    finite = [value for value in values if math.isfinite(value)] or [1.0, 10.0]
+    low, high = min(finite), max(finite)
+    axes.set_yscale("log")
+    axes.set_ylim(low / 1.25, high * 1.25)
+    # Over few decades the powers of ten alone would leave one label or none.
+    subs: Any = range(1, 10) if high / low < 4 else (1, 2, 3, 5) if high / low < 100 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def heat_map(
-    report: Report, path: Path, measured: list[tuple[str, dict[tuple[int, float], float]]], depth_label: str, label: str
+    report: Report, path: Path, measure: type[Measure], measured: list[tuple[str, dict[tuple[int, float], Row]]]
 ) -> Path:
-    """One panel a model.
+    """Draw one panel per model: depth by length, the score in per cent as colour and number.
 
     Args:
-        measured: (name, {(length, depth): 0…100}) of each model.
-        depth_label: of the vertical axis.
-        label: of the colours.
+        report: for the windows to mark.
+        path: the file.
+        measure: for the labels.
+        measured: (name, rows by (length, depth)) of each model.
     """
     lengths = sorted({n for _, cells in measured for n, _ in cells})
     depths = sorted({depth for _, cells in measured for _, depth in cells})
-    # In rows of three or four, whichever leaves fewer gaps.
+    # In rows of three or four, depending on which leaves fewer gaps.
     columns = len(measured) if len(measured) <= 4 else min((3, 4), key=lambda n: -len(measured) % n)
     rows = math.ceil(len(measured) / columns)
     width, height = max(1.2, 0.36 * len(lengths)), max(1.0, 0.2 * len(depths))
@@ -140,7 +118,9 @@ def heat_map(
     with _figure(path, size, rows, columns, grid=True) as (figure, grid):
         image = None
         for axes, (name, cells) in zip(grid, measured, strict=False):
-            values = [[cells.get((n, depth), math.nan) for n in lengths] for depth in depths]
+            values = [
+                [100 * cells[n, depth].score if (n, depth) in cells else math.nan for n in lengths] for depth in depths
+            ]
             image = axes.imshow(values, aspect="auto", cmap="YlGnBu", vmin=0, vmax=100)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
@@ -157,37 +137,13 @@ def heat_map(
         for axes in grid[len(measured) :]:
             axes.set_visible(False)
         for i, axes in enumerate(grid):
-            axes.set_ylabel(depth_label if i % columns == 0 else "")
+            axes.set_ylabel(measure.depth_label if i % columns == 0 else "")
             axes.tick_params(labelleft=i % columns == 0)
         for axes in grid[max(0, len(measured) - columns) : len(measured)]:
-            axes.set_xlabel("prompt length (tokens)")
+            axes.set_xlabel(measure.x_label)
         bar = figure.colorbar(image, ax=grid, shrink=0.95, aspect=14 * rows, pad=0.015)
-        bar.set_label(label)
+        bar.set_label(f"{measure.label} (%)")
         bar.outline.set_visible(False)
-    return path
-
-
-def lines_by_length(
-    report: Report, path: Path, series: list[tuple[int, str, dict[int, float]]], y: str, x: str, share: bool = False
-) -> Path:
-    """One line a model.
-
-    Args:
-        series: (number of the model, its name, {length: value}).
-        y: label of the vertical axis.
-        x: label of the horizontal one.
-        share: whether values are shares of 1, shown in per cent from 0 to 100.
-    """
-    with _figure(path) as (_, axes):
-        for i, name, values in series:
-            axes.plot(list(values), [100 * v if share else v for v in values.values()], label=name, **_look(i))
-        _length_axis(axes, sorted({n for _, _, values in series for n in values}), report)
-        if share:
-            axes.set_ylim(-4, 104)
-            axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
-        axes.set_ylabel(y)
-        axes.set_xlabel(x)
-        _legend(axes, [name for _, name, _ in series])
     return path
 
 

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pose_plugin.evaluation.memory import LOGIT_BYTES
-from pose_plugin.evaluation.model import device_of, head_doing, innermost, takes
+from pose_plugin.evaluation.measure import Measure
+from pose_plugin.evaluation.memory import LOGIT_BYTES, in_batches
+from pose_plugin.evaluation.model import device_of, evaluating, head_doing, innermost, progress_bar, takes
 from pose_plugin.utils.errors import PoSEError
+
+Found = TypeVar("Found")
+
+
+def losses_of(
+    model: Any,
+    windows: Sequence[list[int]],
+    read: Callable[[int, np.ndarray], Found],
+    measure: Measure,
+    positions: np.ndarray | None = None,
+) -> list[Found]:
+    """Return what `read` makes of the losses of each window.
+
+    Args:
+        model: a causal language model; mode and random state are restored afterwards.
+        windows: token ids, all of the same length T.
+        read: of the number of a window and the losses in nats of its tokens 1 … T-1, float64 [T-1].
+        measure: its batch size and progress bar.
+        positions: position ids [T], read in one piece; default: 0 … T-1.
+
+    Raises:
+        PoSEError: too little memory for one window.
+    """
+    device, length = device_of(model), len(windows[0])
+    with evaluating(model), progress_bar(f"{measure.name} {length}", len(windows), "window", measure.progress) as bar:
+        token_loss = TokenLoss(model)
+
+        def run(batch: Sequence[tuple[int, list[int]]], chunk: int | None) -> list[Found]:
+            ids = torch.tensor([window for _, window in batch], device=device)
+            if positions is None:
+                losses = token_loss(ids, chunk)
+            else:
+                # With a mask, since without one transformers takes a jump for the border of two documents.
+                places = torch.tensor(positions, device=device).expand(len(batch), -1)
+                losses = token_loss(ids, None, position_ids=places, attention_mask=torch.ones_like(ids))
+            bar.update(len(batch))
+            return [read(i, row) for (i, _), row in zip(batch, losses.double().numpy(), strict=True)]
+
+        return in_batches(model, list(enumerate(windows)), length, run, measure.batch_size)
 
 
 class TokenLoss:

@@ -1,66 +1,169 @@
-"""What an evaluation forward will take, before it starts: a clear message instead of a crash half-way."""
+"""Memory of an evaluation: how many tokens are read at a time, forecast first and halved if the device runs out.
+
+The forecast matters where running out cannot be handled: on a CPU the system kills the process, and with divided
+weights the other ranks would wait forever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import innermost
+from pose_plugin.evaluation.model import device_of, evaluating, innermost, last_logits
+from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.distributed import gather
 from pose_plugin.utils.errors import PoSEError
 
 GROUP = Path("/sys/fs/cgroup")
-"""Where a container's limits are."""
+"""Where the limits of a container are."""
 LOGIT_BYTES = 64 * 2**20
 """Logits are made this many bytes at a time."""
+AT_ONCE = 16384
+"""Tokens of a forward, unless the user sets a batch size."""
+SMALLEST = 256
+"""Fewest tokens read at a time."""
+PROBE = 512
+"""Tokens of the forward that is timed."""
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 class TooLittleMemory(PoSEError):
-    """A length does not fit on this device; what was measured before stays."""
+    """A length does not fit on this device; what was measured before is kept."""
 
 
-Row = TypeVar("Row")
-Result = TypeVar("Result")
+def in_batches(
+    model: Any,
+    items: Sequence[Item],
+    length: int,
+    run: Callable[[Sequence[Item], int | None], list[Found]],
+    batch_size: int | None = None,
+) -> list[Found]:
+    """Return what `run` finds for each item, as many items at a time as fit in memory.
+
+    Args:
+        model: a causal language model.
+        items: texts or prompts, `length` tokens each.
+        length: in tokens.
+        run: of some items and the tokens to read at a time (None: all), one result per item.
+        batch_size: items at a time; default: about 16k tokens.
+
+    Raises:
+        TooLittleMemory: not even one item fits, read in the smallest pieces.
+    """
+    tokens = tokens_at_once(model, length, batch_size)
+    found: list[Found] = []
+    # accelerate's find_executable_batch_size would do this, but accelerate is not required by this package, and it
+    # begins again from the first item.
+    while len(found) < len(items):
+        batch = items[len(found) :][: max(1, tokens // length)]
+        try:
+            found += run(batch, tokens if tokens < length else None)
+        except torch.OutOfMemoryError as error:
+            # Another rank in the same forward would wait forever for one that begins again.
+            alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            if not alone or tokens <= SMALLEST:
+                raise TooLittleMemory(
+                    f"length={length}: out of memory with {tokens} tokens at a time; use less, or shorter lengths"
+                ) from error
+            tokens //= 2
+            torch.cuda.empty_cache()
+    return found
 
 
-def estimate_bytes(
-    config: Any, batch: int, length: int, element_size: int, attention: str | None = None, chunk: int | None = None
-) -> int:
-    """Memory of one forward without gradients, in bytes, weights not counted. An upper guess, not a promise.
+def tokens_at_once(model: Any, length: int, batch_size: int | None = None) -> int:
+    """Return how many tokens to read at a time: several texts, or a part of one.
+
+    Args:
+        model: a causal language model; ranks in step get the same number.
+        length: of a text in tokens.
+        batch_size: texts that are wanted at a time.
+
+    Raises:
+        TooLittleMemory: not even the smallest part of one text fits.
+    """
+    wanted = length * (batch_size or max(1, AT_ONCE // length))
+    least = min(SMALLEST, length)
+    tries = [wanted >> k for k in range(wanted.bit_length()) if wanted >> k >= least]
+    needed = [bytes_needed(model, length, tokens) for tokens in tries]
+    free = available_bytes(device_of(model))
+    first = next((i for i, need in enumerate(needed) if free is None or need <= free), len(tries))
+    if isinstance(model, InStep):
+        # The rank with the least memory decides for all.
+        first = max(gather(first))
+    if first == len(tries):
+        raise _too_little(length, needed[-1], free, device_of(model))
+    return tries[first]
+
+
+def require_room(config: Any, length: int, device: torch.device) -> None:
+    """Raise TooLittleMemory if a text cannot be read even in the smallest pieces, before weights are loaded.
+
+    Args:
+        config: a transformers config.
+        length: of the text in tokens.
+        device: where the model will run.
+    """
+    free, needed = available_bytes(device), estimate_bytes(config, length, SMALLEST)
+    if free is not None and needed > free:
+        raise _too_little(length, needed, free, device)
+
+
+def _too_little(length: int, needed: int, free: int | None, device: torch.device) -> TooLittleMemory:
+    return TooLittleMemory(
+        f"length={length} needs about {needed / 2**30:.1f} GiB besides the weights, and {(free or 0) / 2**30:.1f} GiB "
+        f"are free on {device}; use shorter lengths, a smaller dtype or a device with more memory"
+    )
+
+
+def bytes_needed(model: Any, length: int, tokens: int) -> int:
+    """Return the forecast of `estimate_bytes` for a live model; weights that are gathered for a forward count."""
+    config, parameter = getattr(innermost(model), "config", None), next(model.parameters(), None)
+    if config is None or parameter is None:
+        return 0
+    gathered = model.gathered_bytes if isinstance(model, InStep) else 0
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return gathered + estimate_bytes(config, length, tokens, max(parameter.element_size(), 2), eager)
+
+
+def estimate_bytes(config: Any, length: int, tokens: int, element_size: int = 2, eager: bool = False) -> int:
+    """Return an upper guess of the memory of a forward without gradients, in bytes, weights not included.
 
     Args:
         config: a transformers config; sizes it does not name count as nothing.
-        batch: sequences in the forward.
-        length: tokens of each.
+        length: of each text in tokens.
+        tokens: read at a time; below `length` the text is read in pieces with a key-value cache.
         element_size: bytes of one activation, 2 in bfloat16.
-        attention: the attention implementation; "eager" builds [heads, length, length] scores twice.
-        chunk: tokens read at a time; the cache is whole, activations are those of a chunk, and each chunk has a mask.
+        eager: whether attention makes [heads, tokens, length] scores, twice.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden = getattr(config, "hidden_size", 0)
+    hidden, layers = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     heads = getattr(config, "num_attention_heads", 0) or 0
-    layers = getattr(config, "num_hidden_layers", 0)
     head_dim = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
     key_values = (getattr(config, "num_key_value_heads", None) or heads) * head_dim * 2 * layers
     # One layer at a time: residual, norm, queries, keys, values, attention's output; three of the MLP.
     layer = 8 * hidden + 3 * (getattr(config, "intermediate_size", 0) or 4 * hidden)
-    # The cache of greedy decoding is counted in, though most forwards have none.
-    rows = min(chunk or length, length)
-    tokens = batch * (rows * layer + length * key_values) * element_size
-    # A cache grows by being copied, one layer at a time.
-    tokens += 0 if chunk is None else batch * length * key_values * element_size // max(layers, 1)
-    mask = 0 if chunk is None else 4 * batch * rows * length
-    scores = 2 * batch * heads * rows * length * 4 if attention == "eager" else 0
-    return tokens + mask + scores + LOGIT_BYTES
+    batch, rows = max(1, tokens // length), min(tokens, length)
+    # Not every forward keeps a cache; greedy decoding does.
+    values = batch * (rows * layer + length * key_values)
+    mask = 0
+    if rows < length:
+        # A cache grows by being copied, one layer at a time, and each piece has a mask.
+        values += length * key_values // max(layers, 1)
+        mask = 4 * rows * length
+    scores = 2 * batch * heads * rows * length * 4 if eager else 0
+    return values * element_size + mask + scores + LOGIT_BYTES
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, the container's limit included; None where it cannot be told."""
+    """Return the free memory of the device, the container's limit included; None if it is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -76,98 +179,78 @@ def available_bytes(device: torch.device) -> int | None:
         if limit == "max":
             return free
         counts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        # Files that were read count as used and make room for whoever asks: who has read much is not full.
-        cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
-        return min(free, int(limit) - int(used) + cached)
     except (OSError, ValueError):
         return free
-
-
-CHUNKS = (4096, 2048, 1024, 512, 256)
-"""Tokens read at a time where a text does not fit at once, the largest that fits."""
+    # Cached files count as used, but make room for whoever needs it.
+    cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+    return min(free, int(limit) - int(used) + cached)
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How a text is read: `batch` sequences in one forward, `chunk` tokens at a time (None: all at once)."""
+class Forecast:
+    """Seconds and bytes of one piece of work; `problem` says why it does not fit."""
 
-    batch: int
-    chunk: int | None
-    bytes: int
+    work: Work
+    seconds: float = 0.0
+    bytes: int = 0
+    tokens: int = 0
+    problem: str = ""
 
-
-def fitting(model: Any, device: torch.device, length: int, wanted: int) -> Fit:
-    """The largest batch up to `wanted` that should fit; where not even one sequence does, the largest chunk of it.
-
-    Raises:
-        TooLittleMemory: not even one sequence of `length` tokens fits, read in the smallest chunks. Ranks that go in
-            step find the same.
-    """
-    parameter = next(model.parameters(), None)
-    config, free = getattr(innermost(model), "config", None), available_bytes(device)
-    if config is None or parameter is None:
-        return Fit(wanted, None, 0)
-    attention = getattr(config, "_attn_implementation", None)
-    size = max(parameter.element_size(), 2)
-    tries: list[tuple[int, int | None]] = [(wanted, None)]
-    while tries[-1][0] > 1:
-        tries.append((tries[-1][0] // 2, None))
-    tries += [(1, chunk) for chunk in CHUNKS if chunk < length]
-    whole = model.gathered_bytes if isinstance(model, InStep) else 0
-    fits = [Fit(batch, chunk, whole + estimate_bytes(config, batch, length, size, attention, chunk))
-            for batch, chunk in tries]  # fmt: skip
-    first = next((i for i, fit in enumerate(fits) if free is None or fit.bytes <= free), len(fits))
-    if isinstance(model, InStep):
-        # The rank with the least room sets the pace.
-        first = max(gather(first))
-    if first < len(fits):
-        return fits[first]
-    needed, free = fits[-1].bytes, 0 if free is None else free
-    way_out = 'load the model with attn_implementation="sdpa", ' if attention == "eager" else ""
-    raise TooLittleMemory(
-        f"length={length} needs about {needed / 2**30:.1f} GiB for one sequence, and only "
-        f"{free / 2**30:.1f} GiB are free on {device}; {way_out}use shorter lengths, "
-        "a smaller dtype or a device with more memory"
-    )
+    def line(self, name: str) -> str:
+        """Return a line for the terminal."""
+        if not self.work.sequences:
+            return f"{name:<11} not estimated"
+        what = f"{name:<11} {self.work.length:>8} tokens × {self.work.sequences:>5}"
+        if self.problem:
+            return f"{what}  does not fit: {self.problem}"
+        read = f", read {self.tokens} tokens at a time" if self.tokens < self.work.length else ""
+        return f"{what}  about {duration(self.seconds)}, {self.bytes / 2**30:6.2f} GiB besides the weights{read}"
 
 
-def require_room(config: Any, length: int, device: torch.device) -> None:
-    """Checks, before prompts of that length are made and weights are loaded, that one could be read at all.
-
-    Args:
-        config: a transformers config.
-        length: tokens.
-
-    Raises:
-        TooLittleMemory: not even in the smallest chunks, at two bytes a value.
-    """
-    free = available_bytes(device)
-    needed = estimate_bytes(config, 1, length, 2, chunk=min(CHUNKS))
-    if free is not None and needed > free:
-        raise TooLittleMemory(
-            f"length={length} needs about {needed / 2**30:.1f} GiB beside the weights, read in small pieces, and "
-            f"{free / 2**30:.1f} GiB are free on {device}; use shorter lengths or a device with more memory"
-        )
-
-
-def in_batches(rows: Sequence[Row], size: int, run: Callable[[Sequence[Row]], Result]) -> Iterator[Result]:
-    """`run` on `size` rows at a time; where the device runs out of memory, on half as many from there on.
-
-    Raises:
-        TooLittleMemory: out of memory with a single row, or where other ranks would wait for this one.
-    """
-    start = 0
-    while start < len(rows):
-        try:
-            result = run(rows[start : start + size])
-        except torch.OutOfMemoryError as error:
-            alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            if size == 1 or not alone:
-                raise TooLittleMemory(
-                    f"evaluation ran out of memory with batch_size={size}; use less, or shorter lengths"
-                ) from error
-            size = size // 2
-            torch.cuda.empty_cache()
+def forecast(model: Any, works: Sequence[Work], batch_size: int | None = None) -> list[Forecast]:
+    """Return what each piece of work will take: one short forward is timed and extrapolated."""
+    config = innermost(model).config.get_text_config()
+    # A table of learned positions ends at its maximum.
+    probe = min(PROBE, getattr(config, "max_position_embeddings", None) or PROBE)
+    speed = operations(model, probe) / max(_seconds(model, probe), 1e-6)
+    found = []
+    for work in works:
+        if not work.sequences:
+            found.append(Forecast(work))
             continue
-        yield result
-        start += size
+        try:
+            tokens = tokens_at_once(model, work.length, batch_size)
+        except TooLittleMemory as error:
+            found.append(Forecast(work, problem=str(error)))
+            continue
+        once = operations(model, work.length) + work.steps * operations(model, 1)
+        found.append(Forecast(work, work.sequences * once / speed, bytes_needed(model, work.length, tokens), tokens))
+    return found
+
+
+def operations(model: Any, length: int) -> float:
+    """Return about how many floating-point operations a forward has: 2 per weight and token, and attention."""
+    config = innermost(model).config.get_text_config()
+    hidden, layers = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
+    embedding = getattr(config, "vocab_size", 0) * hidden
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return 2.0 * max(weights - embedding, embedding) * length + 2.0 * layers * hidden * length**2
+
+
+def _seconds(model: Any, length: int) -> float:
+    device, vocabulary = device_of(model), innermost(model).config.get_text_config().vocab_size
+    ids = (torch.arange(length, device=device) % vocabulary)[None]
+    with evaluating(model):
+        # The first forward also compiles kernels and fills caches.
+        last_logits(model, ids, 1)
+        start = time.perf_counter()
+        # Copying the answer waits until the device has it.
+        last_logits(model, ids, 1).cpu()
+    return time.perf_counter() - start
+
+
+def duration(seconds: float) -> str:
+    """Return a rounded time to read, e.g. "12 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 1 else "a second"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.errors import PoSEError
@@ -26,6 +27,11 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def progress_bar(name: str, total: int, unit: str, show: bool) -> Any:
+    """Return a bar on the terminal that disappears when it is done."""
+    return tqdm(total=total, desc=name, unit=unit, disable=not show, leave=False)
 
 
 def device_of(model: Any) -> torch.device:

@@ -1,21 +1,88 @@
-"""Passkey prompts of an exact token length: a short key hidden in a long filler (PoSE paper, Figure 2a).
+"""Prompts of an exact token length: short facts hidden in a long filler (PoSE paper, Figure 2a).
 
     [BOS] prefix \\n filler … \\n key sentence \\n … filler \\n question | answer
           ├──────────────────── prompt ────────────────────────────────┤ ├────┤
           ├──────────────────────────── length tokens ────────────────────────┤
 
 A *length* is prompt plus answer: the last answer token is the last token of the window, so a length equal
-to the window still fits it. The pieces are tokenised one by one and joined as ids, which makes the length
+to the window still fits it. The pieces are tokenized one by one and joined as ids, which makes the length
 exact for every tokenizer and one prompt as cheap as its key sentence.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.utils.errors import PoSEError
+
+GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+"""The filler of Mohtashami & Jaggi (2023), repeated as often as the length needs."""
+
+
+class Haystack:
+    """A filler text, tokenized once, and pieces of text that read naturally inside it.
+
+    Args:
+        tokenizer: a transformers tokenizer (or a processor that holds one).
+        filler: a real text to hide things in; it is repeated if it is too short. Default: `default`.
+        default: a few sentences to repeat.
+    """
+
+    def __init__(self, tokenizer: Any, filler: str | None = None, default: str = GRASS) -> None:
+        self._text = default if filler is None else filler.rstrip() + "\n"
+        if not self._text.strip():
+            # Repeating nothing would never fill a prompt.
+            raise PoSEError("filler is empty; give a text, or leave it out for the default")
+        self.tokenizer = plain_tokenizer(tokenizer)
+        self.begin = leading_ids(self.tokenizer)
+        self.newline = self.piece("\n", after="x")
+        self._filler = self.piece(self._text)
+        self.once = len(self._filler)
+
+    def piece(self, text: str, after: str = "\n") -> list[int]:
+        """Return the ids of `text` as it reads after `after`, without the mark some tokenizers put before a text."""
+        before = token_ids(self.tokenizer, after)
+        both = token_ids(self.tokenizer, after + text)
+        return both[len(before) :] if both[: len(before)] == before else token_ids(self.tokenizer, text)
+
+    def line(self, text: str) -> list[int]:
+        """Return the ids of `text` on a line of its own."""
+        return [*self.newline, *self.piece(text), *self.newline]
+
+    def filler(self, count: int, start: float = 0.0) -> list[int]:
+        """Return `count` tokens of filler.
+
+        Args:
+            count: tokens.
+            start: where in a long filler to begin, as a share (0 to 1) of what is left over.
+        """
+        if len(self._filler) < count:
+            # Tokenize the copies as a whole: where two of them meet, a tokenizer may merge tokens.
+            copies = 2 * count // max(len(self._filler), 1) + 2
+            grown = self.piece(self._text * copies)
+            while len(grown) < count:
+                copies *= 2
+                grown = self.piece(self._text * copies)
+            self._filler = grown
+        skipped = round(start * max(0, self.once - count))
+        return self._filler[skipped : skipped + count]
+
+    def hide(self, facts: Sequence[tuple[float, list[int]]], count: int, start: float = 0.0) -> list[int]:
+        """Return `count` tokens of filler with facts inside.
+
+        Args:
+            facts: (depth, ids) by ascending depth: the share of the filler before the fact, 0 to 1.
+            count: tokens of filler.
+            start: see `filler`.
+        """
+        filler, ids, before = self.filler(count, start), list[int](), 0
+        for depth, fact in facts:
+            ids += filler[before : round(depth * count)] + fact
+            before = round(depth * count)
+        return ids + filler[before:]
 
 
 @dataclass(frozen=True)
@@ -27,25 +94,24 @@ class PasskeyTemplate:
         filler: the irrelevant text, repeated as often as the length needs.
         key_sentence: holds the key, as `{key}`, once or more.
         question: the end of the prompt; the answer follows it.
-        answer: what the model should write, with `{key}`; begins with the space behind the question.
+        answer: what the model should write, with `{key}`; begins with the space after the question.
     """
 
     prefix: str = (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         "I will quiz you about the important information there."
     )
-    filler: str = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    filler: str = GRASS
     key_sentence: str = "The pass key is {key}. Remember it. {key} is the pass key."
     question: str = "What is the pass key? The pass key is"
     answer: str = " {key}"
 
     def __post_init__(self) -> None:
+        # Without the key in either text every model would silently score 0.
         for name in ("key_sentence", "answer"):
             if "{key}" not in getattr(self, name):
                 value = getattr(self, name)
                 raise PoSEError(f"PasskeyTemplate.{name}={value!r} has no {{key}}; put it where the key goes")
-        if not self.filler:
-            raise PoSEError("PasskeyTemplate.filler is empty; give at least one word to fill the prompt with")
 
 
 @dataclass(frozen=True)
@@ -55,9 +121,9 @@ class PasskeyDocument:
     Attributes:
         input_ids: prompt and answer, exactly `length` ids.
         answer_start: index of the first answer id; the prompt is everything before it.
-        text: the same as text. Tokenised anew it can differ by a few tokens where the filler was cut.
+        text: the same as text. Tokenized again, it can differ by a few tokens where the filler was cut.
         key: the hidden digits.
-        depth: where the key sentence stands in the filler, 0 (start) to 1 (end).
+        depth: where the key sentence is in the filler, 0 (start) to 1 (end).
     """
 
     input_ids: list[int]
@@ -76,128 +142,93 @@ class PasskeyDocument:
 
 
 class PasskeyBuilder:
-    """Builds passkey documents for one tokenizer; keeps the tokenised filler, so make one and use it often.
+    """Builds passkey documents for one tokenizer; it keeps the tokenized filler, so make one and reuse it.
 
     Args:
         tokenizer: a transformers tokenizer (or a processor that holds one).
         template: the texts.
-        filler_text: a real text in place of the template's filler; repeated where it is too short.
+        filler: a real text in place of the template's filler; repeated if it is too short.
     """
 
-    def __init__(self, tokenizer: Any, template: PasskeyTemplate | None = None, filler_text: str | None = None) -> None:
-        self.tokenizer = plain_tokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, template: PasskeyTemplate | None = None, filler: str | None = None) -> None:
         self.template = template or PasskeyTemplate()
-        if filler_text is not None and not filler_text.strip():
-            raise PoSEError("filler_text is empty; give a text, or leave it out for the template's filler")
-        self._filler_text = self.template.filler if filler_text is None else filler_text.rstrip() + "\n"
-        self._newline = self._piece("\n", after="x")
-        self._prefix = leading_ids(self.tokenizer) + _ids(self.tokenizer, self.template.prefix)
-        self._question = self._piece(self.template.question)
-        self._filler = self._piece(self._filler_text)
-        self._filler_once = len(self._filler)
+        self.haystack = Haystack(tokenizer, filler, default=self.template.filler)
+        self.tokenizer = self.haystack.tokenizer
+        self.prefix = self.haystack.begin + token_ids(self.tokenizer, self.template.prefix)
+        self.question = self.haystack.piece(self.template.question)
 
     def fixed_tokens(self, key: str = "12345") -> int:
-        """Tokens of everything but the filler, answer included: the smallest possible length."""
-        pieces = self._prefix, self._key_ids(key), self._question, self._answer_ids(key)
-        return sum(map(len, pieces)) + 4 * len(self._newline)
+        """Return the tokens of everything but the filler, answer included: the smallest possible length."""
+        pieces = self.prefix, self.key_line(key), self.question, self.answer_ids(key)
+        return sum(map(len, pieces)) + 2 * len(self.haystack.newline)
 
     def document(self, length: int, depth: float, key: str, start: float = 0.0) -> PasskeyDocument:
-        """One document of exactly `length` tokens.
+        """Return one document of exactly `length` tokens.
 
         Args:
             length: tokens of prompt plus answer.
-            depth: share of the filler that stands before the key sentence, 0 to 1.
+            depth: share of the filler that is before the key sentence, 0 to 1.
             key: the digits to hide.
             start: where in a long real filler text to begin, as a share (0 to 1) of what is left over.
 
         Raises:
-            PoSEError: a length below what the template takes (which is named), a depth outside 0…1.
+            PoSEError: a length below what the template takes, a depth outside 0…1.
         """
         if not 0 <= depth <= 1:
             raise PoSEError(f"depth={depth} is outside 0…1; 0 puts the key before the filler, 1 behind it")
         room = length - self.fixed_tokens(key)
-        if room < 0:
-            raise PoSEError(
-                f"length={length} is smaller than the passkey template, which takes {length - room} tokens "
-                f"with this tokenizer; use a length of at least {length - room}"
-            )
-        skipped = round(start * max(0, self._filler_once - room))
-        filler = self._filler_ids(room)[skipped : skipped + room]
-        cut = round(depth * room)
-        lines = [self._prefix, filler[:cut], self._key_ids(key), filler[cut:], self._question]
-        prompt = [*lines[0], *(token for line in lines[1:] for token in [*self._newline, *line])]
-        answer = self._answer_ids(key)
-        # Where a space is a token of its own, it is no part of the key: the prompt ends behind it. A small model that
-        # knows the key may still write another word there, as "is" is followed by colours all over the filler.
+        require_room("passkey template", length, room)
+        newline = self.haystack.newline
+        filled = self.haystack.hide([(depth, self.key_line(key))], room, start)
+        prompt = [*self.prefix, *newline, *filled, *newline, *self.question]
+        answer = self.answer_ids(key)
+        # A space that is a token of its own ends the prompt, as it is no part of the key. A small model that
+        # knows the key may still write another word there, since "is" is followed by colours all over the filler.
         spaces = next((i for i, token in enumerate(answer) if self.tokenizer.decode([token]).strip()), 0)
         prompt, ids = prompt + answer[:spaces], prompt + answer
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return PasskeyDocument(ids, len(prompt), text, key, depth)
+        return PasskeyDocument(ids, len(prompt), self.tokenizer.decode(ids, skip_special_tokens=True), key, depth)
 
-    def _key_ids(self, key: str) -> list[int]:
-        return self._piece(self.template.key_sentence.replace("{key}", key))
+    def answer_ids(self, key: str) -> list[int]:
+        """Return the ids of the answer, as it reads after the question."""
+        return self.haystack.piece(self.template.answer.replace("{key}", key), after=self.template.question)
 
-    def _answer_ids(self, key: str) -> list[int]:
-        return self._piece(self.template.answer.replace("{key}", key), after=self.template.question)
-
-    def _filler_ids(self, room: int) -> list[int]:
-        if len(self._filler) < room:
-            # Tokenised as a whole: where two copies meet, a tokenizer may join what is apart at an end.
-            copies = 2 * room // max(len(self._filler), 1) + 2
-            grown = self._piece(self._filler_text * copies)
-            while len(grown) < room:
-                copies *= 2
-                grown = self._piece(self._filler_text * copies)
-            self._filler = grown
-        return self._filler
-
-    def _piece(self, text: str, after: str = "\n") -> list[int]:
-        """Ids of `text` as it reads behind `after`, without the mark some tokenizers put before a text."""
-        before = _ids(self.tokenizer, after)
-        both = _ids(self.tokenizer, after + text)
-        return both[len(before) :] if both[: len(before)] == before else _ids(self.tokenizer, text)
+    def key_line(self, key: str) -> list[int]:
+        """Return the ids of the key sentence, on a line of its own."""
+        return self.haystack.line(self.template.key_sentence.replace("{key}", key))
 
 
-def build_document(
-    tokenizer: Any,
-    length: int,
-    depth: float,
-    key: str,
-    template: PasskeyTemplate | None = None,
-    filler_text: str | None = None,
-) -> PasskeyDocument:
-    """One passkey document, prompt and answer, of exactly `length` tokens; for many, use `PasskeyBuilder`."""
-    return PasskeyBuilder(tokenizer, template, filler_text).document(length, depth, key)
+def require_room(what: str, length: int, room: int) -> None:
+    """Raise PoSEError if a prompt has more tokens than its length.
 
-
-def build_prompt(
-    tokenizer: Any,
-    length: int,
-    depth: float,
-    key: str,
-    template: PasskeyTemplate | None = None,
-    filler_text: str | None = None,
-) -> list[int]:
-    """The prompt of `build_document`: its tokens plus those of the answer are exactly `length`."""
-    return build_document(tokenizer, length, depth, key, template, filler_text).prompt
+    Args:
+        what: the prompt, for the message.
+        length: tokens of prompt plus answer.
+        room: tokens that are left for filler.
+    """
+    if room < 0:
+        raise PoSEError(
+            f"length={length} is smaller than the {what}, which takes {length - room} tokens with this tokenizer; "
+            f"use a length of at least {length - room}"
+        )
 
 
 def random_key(rng: random.Random, digits: int = 5) -> str:
-    """A key of exactly `digits` digits that does not begin with 0."""
+    """Return a key of exactly `digits` digits that does not begin with 0."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def plain_tokenizer(processing_class: Any) -> Any:
-    """The text tokenizer of a processor (text and images), or the tokenizer itself."""
+    """Return the text tokenizer of a processor (text and images), or the tokenizer itself."""
     return getattr(processing_class, "tokenizer", processing_class)
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """[BOS] if this tokenizer puts one before a text by itself, else []."""
+    """Return [BOS] if this tokenizer puts one before a text by itself, else []."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [bos] if bos is not None and list(tokenizer("x")["input_ids"][:1]) == [bos] else []
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text without special tokens."""
     # verbose=False: no warning that the text is longer than model_max_length, which is the point here.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

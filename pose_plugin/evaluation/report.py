@@ -1,4 +1,7 @@
-"""Several models side by side: tables for the terminal and for Markdown, JSON, CSV, and the pictures."""
+"""Several models in one report: tables for the terminal and for Markdown, JSON, CSV and a web page.
+
+Everything is made of the rows of results and of what their measures declare.
+"""
 
 from __future__ import annotations
 
@@ -7,246 +10,108 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, sentence
-from pose_plugin.evaluation.measures.passkey import PasskeyResult
-from pose_plugin.evaluation.measures.perplexity import PerplexityResult
-from pose_plugin.evaluation.results import Report
+from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, best_sentence
+from pose_plugin.evaluation.measure import Measure
+from pose_plugin.evaluation.measures import MEASURES
+from pose_plugin.evaluation.results import Report, Row
 from pose_plugin.utils.files import write_whole
 
-SHORT_LOSS = 5
-"""Per cent of perplexity at the short window that a model may lose before the guard says so."""
 ALIKE = (
-    f"Best by measure: = is equal, ≈ not told apart from the best (on the same prompts or windows the mean difference "
+    f"Best by measure: = is equal, ≈ is within noise of the best (on the same prompts or windows the mean difference "
     f"is below {ERRORS} of its standard errors, or there are fewer than {FEWEST})."
+)
+STYLE = (
+    "body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}img{max-width:100%}h2{font-size:1.1em}"
 )
 Table = tuple[list[str], list[list[str]]]
 """Header and rows, the first column a name."""
 
 
 def tables(report: Report) -> dict[str, Table]:
-    """The tables that there are results for, by title."""
+    """Return a table for each measure and kind that there are results for, by title."""
     found: dict[str, Table] = {}
-    lengths = sorted({n for m in report.models if m.passkey for n in m.passkey.lengths})
-    if lengths:
-        rows = [
-            [m.name, *(_share(m.passkey, n) for n in lengths), str(m.passkey.k_max())]
-            for m in report.models
-            if m.passkey
-        ]
-        found["Passkey accuracy ± standard error"] = (["model", *map(str, lengths), "k_max"], rows)
-    lengths = sorted({n for m in report.models if m.perplexity for n in m.perplexity.by_length})
-    if lengths:
-        rows = [[m.name, *(_perplexity(m.perplexity, n) for n in lengths)] for m in report.models if m.perplexity]
-        found["Sliding-window perplexity"] = (["model", *map(str, lengths)], rows)
-    return {**found, **_further_tables(report)}
-
-
-def _further_tables(report: Report) -> dict[str, Table]:
-    tables: dict[str, Table] = {}
-    for name, title in (("needle", "Needle, {kind}"), ("topics", "Topics, {kind}")):
-        found = {m.name: getattr(m, name) for m in report.models if getattr(m, name)}
-        for kind in dict.fromkeys(kind for result in found.values() for kind in result.kinds):
-            values = {who: r.by_length(kind) for who, r in found.items() if kind in r.kinds}
-            tables[f"{title.format(kind=kind)}: mean score"] = _by_length(values, "{:.2f}")
-    longppl = {m.name: {n: w.longppl for n, w in m.longppl.by_length.items()} for m in report.models if m.longppl}
-    if longppl:
-        tables["LongPPL"] = _by_length(longppl, "{:.3f}")
-    gap = {m.name: {n: probe.loss for n, probe in m.gap.by_length.items()} for m in report.models if m.gap}
-    if gap:
-        tables["Gap probe: loss by farthest position"] = _by_length(gap, "{:.3f}")
-    tables |= _guard(report)
-    harness = {m.name: m.harness for m in report.models if m.harness}
-    if harness:
-        names = list(dict.fromkeys(name for result in harness.values() for name in result.scores))
-        rows = [[who, *(f"{r.scores[n]:.3f}" if n in r.scores else "-" for n in names)] for who, r in harness.items()]
-        tables["lm-eval"] = (["model", *names], rows)
-    found_best = best_by_measure(report)
-    if found_best:
+    for name in report.measures:
+        found |= _measured(report, MEASURES[name])
+    best = best_by_measure(report)
+    if best:
         rows = [
             [b.measure, " ≈ ".join([" = ".join(b.names), *b.close]),
              *(f"{b.values[m.name]:.3g}" if m.name in b.values else "-" for m in report.models)]
-            for b in found_best
+            for b in best
         ]  # fmt: skip
-        tables["Best by measure"] = (["measure", "best", *(m.name for m in report.models)], rows)
-    return tables
+        found["Best by measure"] = (["measure", "best", *(m.name for m in report.models)], rows)
+    return found
 
 
-def _guard(report: Report) -> dict[str, Table]:
-    measured = [(m.name, m.short) for m in report.models if m.short]
-    if not measured:
-        return {}
+def _measured(report: Report, measure: type[Measure]) -> dict[str, Table]:
+    """Return the tables of one measure: a line per model, a column per length."""
+    results = {m.name: m.results[measure.name] for m in report.models if measure.name in m.results}
+    cells: dict[str, dict[str, dict[str, Row]]] = {}
+    for who, result in results.items():
+        for kind in result.kinds:
+            for row in result.by_length(kind).values():
+                title, column = measure.place(row)
+                cells.setdefault(title, {}).setdefault(who, {})[column] = row
+    found: dict[str, Table] = {}
+    for title, lines in cells.items():
+        lengths = {column: row.length for line in lines.values() for column, row in line.items()}
+        columns = sorted(lengths, key=lambda column: lengths[column])
+        summaries = {who: measure.summary(results[who]) for who in lines}
+        more = list(dict.fromkeys(key for summary in summaries.values() for key in summary))
+        header, rows = ["model", *columns, *more], []
+        for who, line in lines.items():
+            shown = [measure.show(line[column]) if column in line else "-" for column in columns]
+            rows.append([who, *shown, *(str(summaries[who].get(key, "-")) for key in more)])
+        if measure.comparison:
+            header += [column.format(first=rows[0][0]) for column in measure.comparison]
+            rows = [[*row, *_compared(report, measure, lines, row[0])] for row in rows]
+        found[title] = (header, rows)
+    return found
+
+
+def _compared(report: Report, measure: type[Measure], lines: dict[str, dict[str, Row]], who: str) -> tuple[str, str]:
+    """Return how a model compares with the first one of the table."""
+    first = next(iter(lines))
     tokens = {m.name: m.tokens for m in report.models}
-    leader, (first,) = measured[0][0], measured[0][1].by_length.values()
-    rows = []
-    for name, result in measured:
-        (window,) = result.by_length.values()
-        change = 100 * (window.perplexity / first.perplexity - 1)
-        if name == leader or not math.isfinite(first.perplexity):
-            verdict = "-"
-        elif tokens[name] != tokens[leader]:
-            verdict = "other tokens"
-        elif not math.isfinite(window.perplexity):
-            verdict = "lost"
-        else:
-            verdict = f"worse by more than {SHORT_LOSS} %" if change > SHORT_LOSS else "kept"
-        shown = f"{change:+.1f} %" if math.isfinite(change) and math.isfinite(first.perplexity) else "-"
-        rows.append([name, _perplexity(result, window.length), shown, verdict])
-    length = next(iter(measured[0][1].by_length))
-    return {
-        f"Short-context guard: perplexity at {length}": (
-            ["model", str(length), f"against {leader}", "skill"],
-            rows,
-        )
-    }
+    if who == first:
+        return "-", "-"
+    if tokens[who] != tokens[first]:
+        return "-", "other tokens"
+    (mine,), (theirs,) = lines[who].values(), lines[first].values()
+    return measure.compare(mine.score, theirs.score)
 
 
-def best(report: Report) -> str | None:
-    """A sentence that names the best model, None where there is nothing to compare."""
-    return sentence(best_by_measure(report))
-
-
-def definitions(report: Report) -> list[str]:
-    """What was measured, each sentence once."""
-    found = [r.definition for m in report.models for r in m.results().values()]
-    return list(dict.fromkeys(found))
+def sentences(report: Report) -> list[str]:
+    """Return what stands below the tables: the best model, the windows, the definitions, and the notes."""
+    best = best_sentence(best_by_measure(report))
+    known = {"Trained window": report.train_length, "target window": report.target_length}
+    windows = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)
+    definitions = dict.fromkeys(result.described for m in report.models for result in m.results.values())
+    notes = [f"Note ({m.name}): {note}" for m in report.models for note in m.notes]
+    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *definitions, *notes]
 
 
 def text(report: Report) -> str:
-    """The tables with their definitions and notes, for the terminal."""
+    """Return tables and sentences for the terminal."""
     parts = [f"{title}\n{plain_table(*table)}" for title, table in tables(report).items()]
-    return "\n\n".join(["\n\n".join(parts), *_named(report), *definitions(report), *_notes(report)])
+    return "\n\n".join([*parts, *sentences(report)])
 
 
 def markdown(report: Report) -> str:
-    """The same as Markdown, as for a model card."""
+    """Return tables and sentences as Markdown, e.g. for a model card."""
     parts = [f"**{title}**\n\n{markdown_table(*table)}" for title, table in tables(report).items()]
-    return "\n\n".join([*parts, *_named(report), *_windows(report), *definitions(report), *_notes(report)]) + "\n"
+    return "\n\n".join([*parts, *sentences(report)]) + "\n"
 
 
-def to_dict(report: Report) -> dict[str, Any]:
-    """Everything, down to the single trial."""
-    return {
-        "best": best(report),
-        "train_length": report.train_length,
-        "target_length": report.target_length,
-        "models": [
-            {
-                "name": m.name,
-                "notes": m.notes,
-                **m.facts,
-                **{name: result.to_dict() for name, result in m.results().items()},
-            }
-            for m in report.models
-        ],
-    }
-
-
-def to_json(report: Report) -> str:
-    """`to_dict` as JSON; what is not finite becomes null, which every reader of JSON understands."""
-    return json.dumps(_finite(to_dict(report)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def csv_files(report: Report) -> dict[str, str]:
-    """File name to content: one line a model and length (and depth, and position range)."""
-    files: dict[str, list[list[Any]]] = {
-        "passkey.csv": [["model", "length", "accuracy", "standard_error", "correct", "trials"]],
-        "passkey_depth.csv": [["model", "length", "depth", "accuracy", "correct", "trials"]],
-        "perplexity.csv": [["model", "length", "perplexity", "loss", "tokens", "windows", "stride"]],
-        "perplexity_position.csv": [["model", "length", "from", "to", "perplexity", "loss", "tokens"]],
-        "needle.csv": [["model", "kind", "length", "depth", "score"]],
-        "topics.csv": [["model", "kind", "length", "depth", "score"]],
-        "longppl.csv": [["model", "length", "longppl", "loss", "key_tokens", "plain_loss", "plain_tokens"]],
-        "gap.csv": [["model", "length", "gap", "loss", "tokens"]],
-        "short.csv": [["model", "length", "perplexity", "loss", "tokens"]],
-        "harness.csv": [["model", "task", "score"]],
-    }
-    for m in report.models:
-        if m.passkey:
-            for n, a in m.passkey.by_length.items():
-                files["passkey.csv"].append([m.name, n, a.value, a.standard_error, a.correct, a.trials])
-            for (n, depth), a in m.passkey.by_depth.items():
-                files["passkey_depth.csv"].append([m.name, n, depth, a.value, a.correct, a.trials])
-        for n, w in m.perplexity.by_length.items() if m.perplexity else ():
-            row = [m.name, n, w.perplexity, w.loss, w.tokens, w.windows, w.stride]
-            files["perplexity.csv"].append(row)
-            for b in w.buckets:
-                row = [m.name, n, b.start, b.end, b.perplexity, b.loss, b.tokens]
-                files["perplexity_position.csv"].append(row)
-        for name in ("needle", "topics"):
-            result = getattr(m, name)
-            for kind in result.kinds if result else ():
-                for (n, depth), value in result.cells(kind).items():
-                    files[f"{name}.csv"].append([m.name, kind, n, depth, value])
-        for n, k in m.longppl.by_length.items() if m.longppl else ():
-            files["longppl.csv"].append([m.name, n, k.longppl, k.loss, k.tokens, k.plain_loss, k.plain_tokens])
-        for n, p in m.gap.by_length.items() if m.gap else ():
-            files["gap.csv"].append([m.name, n, p.gap, p.loss, p.count])
-        for n, w in m.short.by_length.items() if m.short else ():
-            files["short.csv"].append([m.name, n, w.perplexity, w.loss, w.tokens])
-        for task, value in m.harness.scores.items() if m.harness else ():
-            files["harness.csv"].append([m.name, task, value])
-    return {name: _csv(rows) for name, rows in files.items() if len(rows) > 1}
-
-
-def write(report: Report, folder: str | Path, pictures: Sequence[Path] = ()) -> list[Path]:
-    """Write results.json, report.md, report.html and the CSV files.
-
-    Args:
-        report: what was measured.
-        folder: made if it does not exist.
-        pictures: PNG files that `figures.draw` has written; report.html contains them.
-
-    Returns:
-        the files written.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {"results.json": to_json(report), "report.md": markdown(report), **csv_files(report)}
-    files["report.html"] = html_page(report, pictures)
-    for name, content in files.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in files]
-
-
-def _named(report: Report) -> list[str]:
-    named = best(report)
-    return [ALIKE, named] if named else []
-
-
-def _windows(report: Report) -> list[str]:
-    known = {"Trained window": report.train_length, "target window": report.target_length}
-    text = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)
-    return [text + "."] if text else []
-
-
-def _notes(report: Report) -> list[str]:
-    return [f"Note ({m.name}): {note}" for m in report.models for note in m.notes]
-
-
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to one width each, the first to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = (cell.ljust if i == 0 else cell.rjust for i, cell in enumerate(cells))
-        padded = [first(widths[0]), *(pad(w) for pad, w in zip(others, widths[1:], strict=True))]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(header), "  ".join("─" * width for width in widths), *map(line, rows)])
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def html_page(report: Report, pictures: Sequence[Path]) -> str:
-    """One file with tables and pictures inside, to send on."""
+def html(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """Return one file with tables and pictures inside."""
     parts = []
     for title, (header, rows) in tables(report).items():
         head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
@@ -255,43 +120,109 @@ def html_page(report: Report, pictures: Sequence[Path]) -> str:
     for path in pictures:
         data = base64.b64encode(path.read_bytes()).decode()
         parts.append(f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></p>')
-    text = [*_named(report), *_windows(report), *definitions(report), *_notes(report)]
-    parts += [f"<p>{escape(sentence)}</p>" for sentence in text]
-    style = (
-        "body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-        "table{border-collapse:collapse}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}img{max-width:100%}h2{font-size:1.1em}"
-    )
+    parts += [f"<p>{escape(sentence)}</p>" for sentence in sentences(report)]
     body = "\n".join(parts)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{style}</style>\n'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{STYLE}</style>\n'
         f"<h1>Evaluation</h1>\n{body}\n</html>\n"
     )
 
 
-def _by_length(values: dict[str, dict[int, float]], form: str) -> Table:
-    lengths = sorted({n for row in values.values() for n in row})
-    rows = [[who, *(form.format(row[n]) if n in row else "-" for n in lengths)] for who, row in values.items()]
-    return ["model", *map(str, lengths)], rows
+def to_json(report: Report) -> str:
+    """Return everything, down to the single prompt. What is not finite becomes null, which JSON can express."""
+    data = {
+        "best": best_sentence(best_by_measure(report)),
+        "train_length": report.train_length,
+        "target_length": report.target_length,
+        "models": [
+            {"name": m.name, "notes": m.notes, **m.facts, **{name: r.to_dict() for name, r in m.results.items()}}
+            for m in report.models
+        ],
+    }
+    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _share(result: PasskeyResult, length: int) -> str:
-    accuracy = result.by_length.get(length)
-    return "-" if accuracy is None else f"{accuracy.value:.2f} ±{accuracy.standard_error:.2f}"
+def csv_files(report: Report) -> dict[str, str]:
+    """Return file name to content.
+
+    `<measure>.csv` has a line per model, kind and length, `<measure>_depth.csv` also per depth, and
+    `<measure>_<view>.csv` a line for each row of a second look at the same data.
+    """
+    lines: dict[str, list[tuple[str, Row]]] = {}
+    for m in report.models:
+        for name, result in m.results.items():
+            for kind in result.kinds:
+                lines.setdefault(f"{name}.csv", []).extend((m.name, row) for row in result.by_length(kind).values())
+                cells = result.by_depth(kind).values()
+                if cells:
+                    lines.setdefault(f"{name}_depth.csv", []).extend((m.name, row) for row in cells)
+            for row in result.rows:
+                if row.view:
+                    lines.setdefault(f"{name}_{row.view}.csv", []).append((m.name, row))
+    return {name: _csv(rows) for name, rows in lines.items()}
 
 
-def _perplexity(result: PerplexityResult, length: int) -> str:
-    window = result.by_length.get(length)
-    if window is None:
-        return "-"
-    # As in the papers: three digits, and beyond a thousand only that it is.
-    return f"{window.perplexity:.2f}" if window.perplexity < 1000 else f"{window.perplexity:.1e}"
+def _csv(rows: Sequence[tuple[str, Row]]) -> str:
+    more = _common(row.details for _, row in rows)
+    # Columns that would be empty for all rows are left out.
+    used = {
+        "kind": any(row.kind for _, row in rows),
+        "depth": any(row.depth is not None for _, row in rows),
+        "standard_error": any(row.n == len(row.compared) > 1 for _, row in rows),
+    }
+    names = ["model", "kind", "length", "depth", "score", "standard_error", "n"]
+    output = io.StringIO()
+    writer = csv.DictWriter(
+        output, [*(n for n in names if used.get(n, True)), *more], extrasaction="ignore", lineterminator="\n"
+    )
+    writer.writeheader()
+    for who, row in rows:
+        known = {name: getattr(row, name) for name in names[1:]}
+        writer.writerow({"model": who, **known, **row.details})
+    return output.getvalue()
 
 
-def _csv(rows: list[list[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+def _common(details: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the names that all rows have a figure for."""
+    each = [{name for name, value in row.items() if isinstance(value, int | float)} for row in details]
+    return sorted(set.intersection(*each)) if each else []
+
+
+def write(report: Report, folder: str | Path, pictures: Sequence[Path] = ()) -> list[Path]:
+    """Write results.json, report.md, report.html and the CSV files.
+
+    Args:
+        report: what was measured.
+        folder: created if it does not exist.
+        pictures: PNG files that `figures.draw` has written; report.html contains them.
+
+    Returns:
+        the files written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"results.json": to_json(report), "report.md": markdown(report), **csv_files(report)}
+    files["report.html"] = html(report, pictures)
+    for name, content in files.items():
+        write_whole(folder / name, content)
+    return [folder / name for name in files]
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns padded to one width each, the first to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), "  ".join("─" * width for width in widths), *map(line, rows)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, the first column to the left."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _finite(value: Any) -> Any:

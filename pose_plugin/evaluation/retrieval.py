@@ -1,19 +1,16 @@
-"""What all retrieval measures share: prompts of an exact length, greedy answers, scores by length and depth."""
+"""What all retrieval measures share: prompts of an exact length, greedy answers, one row per prompt."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
-from tqdm.auto import tqdm
+from pydantic import Field, StrictInt
 
-from pose_plugin.evaluation.lengths import whole
-from pose_plugin.evaluation.memory import Fit, fitting, in_batches
-from pose_plugin.evaluation.model import device_of, evaluating, greedy
-from pose_plugin.evaluation.prompts import plain_tokenizer
+from pose_plugin.config import PositiveInt
+from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -26,183 +23,134 @@ class Prompt:
         ids: the prompt; with `budget` tokens of answer it is exactly `length` tokens.
         budget: tokens that are decoded.
         length: tokens of prompt plus answer.
-        depth: where the thing asked for stands, 0 (start) to 1 (end).
+        depth: where the answer is, 0 (start) to 1 (end); None if that does not apply.
         expected: what has to be in the answer.
+        answer: the ids of the right answer, if there is only one way to write it.
     """
 
     kind: str
     ids: list[int]
     budget: int
     length: int
-    depth: float
+    depth: float | None
     expected: tuple[str, ...]
+    answer: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # A prompt of another length would silently measure another length.
         if len(self.ids) + self.budget != self.length:
             raise AssertionError(f"a prompt of {len(self.ids)} + {self.budget} tokens is not {self.length}")
 
 
-@dataclass(frozen=True)
-class RetrievalTrial:
-    """One prompt and what came of it; `score` is 0…1."""
-
-    kind: str
-    length: int
-    depth: float
-    expected: tuple[str, ...]
-    answer: str
-    score: float
-
-
-class OfTrials:
-    """What every result that is worked out from trials has."""
-
-    trials: tuple[Any, ...]
-
-    @property
-    def lengths(self) -> list[int]:
-        """In tokens, the shortest first."""
-        return sorted({trial.length for trial in self.trials})
-
-
-@dataclass(frozen=True)
-class RetrievalResult(OfTrials):
-    """All trials of one measure and one model; every figure is worked out from them.
+class Retrieval(Measure):
+    """A measure that asks for something hidden in a prompt; subclasses make the prompts and score the answers.
 
     Attributes:
-        measure: "needle" or "topics".
-        trials: in the order of kinds and lengths.
-        rule: how an answer is scored, in a sentence for each kind.
-        chance: by kind, what blind guessing among all that stands in the prompt is worth.
-        examples: by kind, one whole prompt as text, to show.
-        setting: what the definition says besides, e.g. the text that things are hidden in.
+        rules: by kind, how an answer is scored.
     """
 
-    measure: str
-    trials: tuple[RetrievalTrial, ...]
-    rule: dict[str, str]
-    chance: dict[str, str]
-    examples: dict[str, str]
-    setting: str
+    higher_is_better: ClassVar[bool] = True
+    x_label: ClassVar[str] = "prompt length (tokens)"
+    rules: ClassVar[dict[str, str]]
 
-    @property
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(trial.kind for trial in self.trials))
+    trials: PositiveInt = Field(50, description="prompts per length and kind", json_schema_extra={"training": 10})
+    filler: str | None = Field(
+        None, description="a file with a real text to hide things in; default: a few sentences, repeated",
+        json_schema_extra={"file": True},
+    )  # fmt: skip
+    seed: StrictInt = Field(0, description="of what is hidden and where")
 
-    def by_length(self, kind: str) -> dict[int, float]:
-        """Mean score by prompt length in tokens."""
-        lengths = sorted({trial.length for trial in self.trials if trial.kind == kind})
-        return {n: _mean(t for t in self.trials if (t.kind, t.length) == (kind, n)) for n in lengths}
+    def asked(self) -> Sequence[str]:
+        """Return the kinds of prompts."""
+        return list(self.rules)
 
-    def cells(self, kind: str) -> dict[tuple[int, float], float]:
-        """Mean score by (length, depth)."""
-        found: dict[tuple[int, float], list[RetrievalTrial]] = {}
-        for trial in self.trials:
-            if trial.kind == kind:
-                found.setdefault((trial.length, round(trial.depth, 4)), []).append(trial)
-        return {cell: _mean(found[cell]) for cell in sorted(found)}
+    def prompts(self, length: int) -> list[Prompt]:
+        """Return the prompts of a length, by kind. They depend on the settings alone."""
+        raise NotImplementedError
 
-    @property
-    def definition(self) -> str:
-        counts = {(t.kind, t.length): 0 for t in self.trials}
-        for trial in self.trials:
-            counts[trial.kind, trial.length] += 1
-        asked = "/".join(map(str, sorted(set(counts.values()))))
-        rules = "; ".join(f"{kind}: {self.rule[kind]} (chance {self.chance[kind]})" for kind in self.kinds)
+    def score(self, answer: str, prompt: Prompt) -> float:
+        """Return how much of what was asked for is in an answer, 0 to 1."""
+        raise NotImplementedError
+
+    def setting(self) -> str:
+        """Return what the definition says about the prompts."""
+        raise NotImplementedError
+
+    def chance(self, prompt: Prompt) -> str:
+        """Return what guessing among all that is in the prompt is worth; "" for nothing."""
+        return ""
+
+    def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
+        """Also make the prompts of the shortest length: the longer ones can only be easier to make."""
+        super().prepare(tokenizer, lengths, windows)
+        self.prompts(self._lengths[0])
+
+    def work(self, length: int) -> Work:
+        return Work(length, self.trials * len(self.asked()), steps=16)
+
+    def run(self, model: Any, length: int) -> Result:
+        from pose_plugin.evaluation.model import evaluating, progress_bar
+
+        prompts = self.prompts(length)
+        groups: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            groups.setdefault(prompt.budget, []).append(i)
+        answers: dict[int, tuple[str, float]] = {}
+        with evaluating(model), progress_bar(f"{self.name} {length}", len(prompts), "prompt", self.progress) as bar:
+            for numbers in groups.values():
+                found = self.answers_to(model, [prompts[i] for i in numbers], bar)
+                answers |= dict(zip(numbers, found, strict=True))
+        first = {prompt.kind: prompt for prompt in reversed(prompts)}
+        chances = {kind: self.chance(prompt) for kind, prompt in first.items()}
+        rows = []
+        for i, prompt in enumerate(prompts):
+            answer, score = answers[i]
+            note = f"chance {chances[prompt.kind]}" if chances[prompt.kind] else ""
+            details = {"expected": list(prompt.expected), "answer": answer}
+            rows.append(Row(length, score, kind=prompt.kind, depth=prompt.depth, note=note, details=details))
+        examples = {kind: self._tokenizer.decode([*first[kind].ids, *first[kind].answer]) for kind in self.asked()}
+        return Result(self.name, self._definition(), tuple(rows), examples)
+
+    def answers_to(self, model: Any, prompts: Sequence[Prompt], bar: Any) -> list[tuple[str, float]]:
+        """Return greedy answers to prompts of one length and budget, with their scores.
+
+        Raises:
+            PoSEError: too little memory for one prompt.
+        """
+        import torch
+
+        from pose_plugin.evaluation.memory import in_batches
+        from pose_plugin.evaluation.model import device_of, greedy
+
+        ends = end_tokens(self._tokenizer, model)
+
+        def run(batch: Sequence[Prompt], chunk: int | None) -> list[tuple[str, float]]:
+            ids = torch.tensor([prompt.ids for prompt in batch], device=device_of(model))
+            found = []
+            for prompt, tokens in zip(batch, greedy(model, ids, batch[0].budget, chunk).tolist(), strict=True):
+                end = next((i for i, token in enumerate(tokens) if token in ends), None)
+                answer = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
+                found.append((answer, self.score(answer, prompt)))
+            bar.update(len(batch))
+            return found
+
+        return in_batches(model, prompts, prompts[0].length, run, self.batch_size)
+
+    def _definition(self) -> str:
+        rules = "; ".join(f"{kind}: {self.rules[kind]}" if kind else self.rules[kind] for kind in self.asked())
         return (
-            f"{self.measure.capitalize()}: {asked} prompts a length and kind, {self.setting}; prompt and answer "
-            f"together are exactly `length` tokens; plain text without a chat template, greedy decoding. {rules}."
+            f"{self.name.capitalize()}: {self.trials} prompts per length and kind, {self.setting()}, seed {self.seed}; "
+            "prompt and answer together are exactly `length` tokens; plain text without a chat template, greedy "
+            f"decoding. Score: {rules}."
         )
 
-    def metrics(self) -> dict[str, float]:
-        """{"needle/single/2048": 0.98, …}"""
-        return {f"{self.measure}/{kind}/{n}": value for kind in self.kinds for n, value in self.by_length(kind).items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "definition": self.definition,
-            "measure": self.measure,
-            "setting": self.setting,
-            "rule": self.rule,
-            "chance": self.chance,
-            "by_length": {kind: {str(n): v for n, v in self.by_length(kind).items()} for kind in self.kinds},
-            "cells": [
-                {"kind": kind, "length": n, "depth": depth, "score": value}
-                for kind in self.kinds
-                for (n, depth), value in self.cells(kind).items()
-            ],
-            "examples": self.examples,
-            "trials": [asdict(trial) for trial in self.trials],
-        }
-
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RetrievalResult:
-        """The opposite of `to_dict`."""
-        trials = tuple(RetrievalTrial(**{**t, "expected": tuple(t["expected"])}) for t in data["trials"])
-        return cls(data["measure"], trials, data["rule"], data["chance"], data["examples"], data["setting"])
-
-    @classmethod
-    def joined(cls, parts: Sequence[RetrievalResult]) -> RetrievalResult:
-        """Results of single lengths as one; examples are those of the shortest."""
-        first = parts[0]
-        trials = tuple(trial for part in parts for trial in part.trials)
-        chance = {kind: _range([part.chance[kind] for part in parts]) for kind in first.chance}
-        return cls(first.measure, trials, first.rule, chance, first.examples, first.setting)
+    def show(cls, row: Row) -> str:
+        return f"{row.score:.2f} ±{row.standard_error:.2f}"
 
 
-def ask(
-    model: Any,
-    tokenizer: Any,
-    prompts: Iterable[Prompt],
-    score: Callable[[str, str, tuple[str, ...]], float],
-    measure: str,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> list[RetrievalTrial]:
-    """Greedy answers to prompts, scored.
-
-    Args:
-        score: of (kind, answer, expected), 0…1.
-        measure: for the progress bar.
-
-    Raises:
-        PoSEError: too little memory for one prompt, found before the model runs where it can be foreseen.
-    """
-    tokenizer = plain_tokenizer(tokenizer)
-    groups: dict[tuple[int, int], list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault((prompt.length, prompt.budget), []).append(prompt)
-    device = device_of(model)
-    fits = {n: fitting(model, device, n, batch_size or max(1, 16384 // n)) for n, _ in groups}
-    ends = end_tokens(tokenizer, model)
-    trials: list[RetrievalTrial] = []
-    total = sum(map(len, groups.values()))
-    with evaluating(model), tqdm(total=total, desc=measure, unit="prompt", disable=not progress) as bar:
-        for (length, _), rows in groups.items():
-            bar.set_postfix_str(f"{length} tokens")
-            run = functools.partial(_decode, model, device=device, fit=fits[length])
-            written = [ids for batch in in_batches(rows, fits[length].batch, run) for ids in _seen(batch, bar)]
-            for prompt, ids in zip(rows, written, strict=True):
-                end = next((i for i, token in enumerate(ids) if token in ends), None)
-                answer = tokenizer.decode(ids[:end], skip_special_tokens=True)
-                value = score(prompt.kind, answer, prompt.expected)
-                trials.append(RetrievalTrial(prompt.kind, length, prompt.depth, prompt.expected, answer, value))
-    order = {kind: i for i, kind in enumerate(dict.fromkeys(trial.kind for trial in trials))}
-    return sorted(trials, key=lambda trial: (order[trial.kind], trial.length))
-
-
-def require_counts(lengths: Sequence[int], trials: int, depths: Sequence[float] | None = None) -> None:
-    """Checks what every retrieval measure is given.
-
-    Raises:
-        PoSEError: no lengths, no trials, fewer trials than depths, a depth outside 0…1.
-    """
-    if not whole(lengths):
-        raise PoSEError("lengths is empty; give the prompt lengths in tokens, e.g. lengths=[2048, 4096]")
-    if trials < 1:
-        raise PoSEError(f"trials={trials} measures nothing; use at least 1")
-    if depths is None:
-        return
+def require_depths(depths: Sequence[float], trials: int) -> None:
+    """Raise PoSEError for a depth outside 0…1, or for more depths than prompts."""
     if not 1 <= len(depths) <= trials:
         raise PoSEError(
             f"depths has {len(depths)} values for trials={trials}; each depth needs a trial: raise trials to "
@@ -214,27 +162,7 @@ def require_counts(lengths: Sequence[int], trials: int, depths: Sequence[float] 
 
 
 def end_tokens(tokenizer: Any, model: Any) -> set[int]:
-    """Tokens that end an answer, by the tokenizer and by the model's generation config."""
+    """Return the tokens that end an answer, by the tokenizer and by the model's generation config."""
     config = getattr(model, "generation_config", None)
     ends = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     return {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
-
-
-def _decode(model: Any, rows: Sequence[Prompt], device: torch.device, fit: Fit) -> list[list[int]]:
-    ids = torch.tensor([row.ids for row in rows], device=device)
-    return greedy(model, ids, rows[0].budget, fit.chunk).tolist()
-
-
-def _seen(batch: list[list[int]], bar: Any) -> list[list[int]]:
-    bar.update(len(batch))
-    return batch
-
-
-def _mean(trials: Iterable[RetrievalTrial]) -> float:
-    scores = [trial.score for trial in trials]
-    return sum(scores) / len(scores)
-
-
-def _range(values: list[str]) -> str:
-    values = list(dict.fromkeys(values))
-    return values[0] if len(values) == 1 else f"{values[0]} … {values[-1]}"

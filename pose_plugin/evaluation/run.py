@@ -1,9 +1,9 @@
-"""One `pose-plugin evaluate`: what is missing is measured piece by piece and kept on disk, the rest is read there."""
+"""Run `pose-plugin evaluate`. Each result is kept in finished.jsonl, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,224 +11,260 @@ import torch
 
 from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
-from pose_plugin.evaluation.cost import duration, estimates
-from pose_plugin.evaluation.finished import Finished, weights_of
-from pose_plugin.evaluation.measures.longppl import KeyTokens, require_same_tokens
-from pose_plugin.evaluation.memory import TooLittleMemory, fitting, require_room
+from pose_plugin.evaluation import fingerprints
+from pose_plugin.evaluation.measure import Measure, Windows, require_same_tokens, tokens_of
+from pose_plugin.evaluation.memory import TooLittleMemory, duration, forecast, require_room, tokens_at_once
 from pose_plugin.evaluation.model import device_of
-from pose_plugin.evaluation.results import ModelResult
-from pose_plugin.evaluation.tasks import TASKS, Plan, find_keys, longppl_lengths
+from pose_plugin.evaluation.results import ModelResult, Result, joined
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
 
 
 class Session:
-    """Runs a plan on models.
+    """Measures models, and keeps what is finished in a folder.
 
     Args:
-        plan: what is measured.
-        tasks: names out of TASKS.
-        output: folder that keeps what is finished.
+        measures: what is measured.
+        lengths: in tokens.
+        output: the folder.
         dtype: as `load` takes it.
         device: as `load` takes it.
-        fresh: measure anew what the folder holds.
+        fresh: ignore what the folder holds.
 
     Attributes:
-        left_out: (model, or None for all, task, length, why) of what did not fit in memory or could not be measured.
+        left_out: (model, or None for all, measure, length, reason) of what could not be measured.
     """
 
     def __init__(
-        self, plan: Plan, tasks: Sequence[str], output: Path, dtype: str, device: str | None, fresh: bool = False
+        self,
+        measures: Sequence[Measure],
+        lengths: Sequence[int],
+        output: Path,
+        dtype: str,
+        device: str | None,
+        fresh: bool = False,
     ) -> None:
-        self.plan, self.tasks = plan, list(tasks)
-        self.dtype, self.device = dtype, device
-        self.finished = Finished(output, fresh)
-        self._asked = False
-        self._first, self._tokens = "", dict[str, str]()
+        self.measures, self.lengths = measures, lengths
+        self.output, self.dtype, self.device, self.fresh = output, dtype, device, fresh
         self.left_out: list[tuple[str | None, str, int, str]] = []
+        self._prepared: dict[str, list[Measure]] = {}
+        self._tokens: dict[str, str] = {}
+        self._alone = True
+        with writing(output):
+            self.journal = Journal(output / fingerprints.FINISHED)
+        if fresh:
+            self.journal.rows = {}
 
-    def check(self, sources: Sequence[Source], evaluator: Source | None) -> None:
-        """Checks everything that can be checked without weights.
+    def check(self, sources: Sequence[Source], evaluator: Source | None, windows: Windows) -> None:
+        """Check everything that can be checked without weights.
 
         Raises:
-            PoSEError: naming the option, its value and the way out.
+            PoSEError: naming the option, its value and the fix.
         """
-        for source in sources:
-            require_room(source.config, min(self.plan.lengths), place(self.device))
-            for name in self.tasks:
-                TASKS[name].check(source, self.plan)
-        self._first = sources[0].name
-        self._tokens = {source.name: self.plan.tokens(source) for source in sources}
-        if evaluator is None:
-            return
-        self.plan.evaluator = evaluator.name
-        for source in sources:
-            require_same_tokens(evaluator.tokenizer, source.tokenizer, self.plan.texts, evaluator.name, source.name)
+        texts = next((measure.texts for measure in self.measures if measure.texts), [])
+        self._alone = len(sources) == 1
+        everyone = {source.name: source for source in [*sources, *filter(None, [evaluator])]}
+        for source in everyone.values():
+            # Before long prompts are made that no memory could read.
+            require_room(source.config, min(self.lengths), place(self.device))
+            self._prepared[source.name] = [measure.model_copy() for measure in self.measures]
+            for measure in self._prepared[source.name]:
+                measure.prepare(source.tokenizer, self.lengths, windows)
+                if measure.needs_evaluator and evaluator is not None:
+                    measure.evaluator = evaluator.name  # type: ignore[attr-defined]
+                    require_same_tokens(measure, evaluator.tokenizer, source.tokenizer, evaluator.name, source.name)
+            self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
+
+    def open(self) -> None:
+        """Create the folder, forget what `fresh` forgets, and raise PoSEError now if results cannot be kept."""
+        with writing(self.output):
+            if self.fresh:
+                self.journal.path.unlink(missing_ok=True)
+            self.journal.open()
+
+    def versions(self) -> list[str]:
+        """Return the other versions of this package that the folder holds results of."""
+        return sorted({str(row.get("version")) for row in self.journal.all()} - {__version__})
 
     def forecast(self, sources: Sequence[Source]) -> str:
-        """How long everything that is missing will take, and how much memory."""
+        """Return how long everything that is missing will take, and how much memory."""
         parts = []
         for source in sources:
-            missing = self._missing(source)
-            model = load(source, self.dtype, self.device) if missing else None
-            parts.append(f"{source.name}\n{self._forecast(model, source, missing)}")
-            del model
+            missing, text = self._missing(source), "  nothing is missing"
+            if missing:
+                text = self._forecast(load(source, self.dtype, self.device), missing, source.path)
+            parts.append(f"{source.name}\n{text}")
         return "\n\n".join(parts)
 
-    def find_keys(self, evaluator: Source) -> None:
-        """Asks the evaluator for the key tokens of every length, or reads what it said before."""
-        model, self._asked = None, True
-        for n in longppl_lengths(self.plan):
-            what = self._what(evaluator, "keys", n)
-            kept = _readable(_keys, self.finished.get(**what))
-            if kept is None:
-                if model is None:
-                    print(f"key tokens by {evaluator.name}", flush=True)
-                    model = load(evaluator, self.dtype, self.device)
+    def ask(self, evaluator: Source) -> None:
+        """Let the evaluator answer what measures ask it about each length, or read what it answered before."""
+        model = None
+        for measure in self._prepared[evaluator.name]:
+            if not measure.needs_evaluator:
+                continue
+            answers: dict[int, Any] = {}
+            for n in measure.pieces():
+                key = self._key(evaluator, measure, n, "answer")
+                kept = self.journal.get(key)
+                if kept:
+                    answers[n] = kept[-1]["result"]
+                    continue
                 try:
-                    kept = find_keys(model, evaluator, self.plan, n)
+                    if model is None:
+                        print(f"{measure.name}: asking {evaluator.name}", flush=True)
+                        model = load(evaluator, self.dtype, self.device)
+                    answers[n] = measure.ask(model, n)
                 except Exception as error:
-                    why = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
-                    self._leave_out(None, "longppl", n, why)
+                    reason = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
+                    self._leave_out(None, measure.name, n, reason)
                     if isinstance(error, TooLittleMemory):
                         # Longer ones need more.
                         break
                     continue
-                self.finished.put(asdict(kept), **what)
-            self.plan.keys[n] = kept
+                self._keep(key, evaluator, measure, n, answers[n])
+            for prepared in self._prepared.values():
+                next(each for each in prepared if each.name == measure.name).answers = answers
 
     def results(self, source: Source) -> Iterator[ModelResult]:
-        """The model's row, again after each task, and fuller each time."""
-        missing = self._missing(source)
+        """Yield the model's results after each measure, more of them each time."""
         row = ModelResult(source.name, facts=source.facts, tokens=self._tokens[source.name])
-        if not missing:
-            print("  all of it is there already", flush=True)
-        model = None
-        if missing:
-            try:
-                model = load(source, self.dtype, self.device)
-                print(self._forecast(model, source, missing), flush=True)
-            except PoSEError as error:
-                if len(self._tokens) == 1:
-                    raise
-                # The other models are worth their own results.
-                self._leave_out(source.name, ", ".join(dict.fromkeys(name for name, _ in missing)), 0, error)
-                model = None
-        for name in self.tasks:
-            task, parts = TASKS[name], []
-            for n in self._pieces(name):
-                kept = self._kept(source, name, n)
-                if kept is not None:
-                    parts.append(kept)
-                    continue
-                if model is None:
-                    continue
-                try:
-                    if n:
-                        # Before a million prompts are made that no memory could read.
-                        fitting(model, device_of(model), n, 1)
-                    part = task.run(model, source, self.plan, n)
-                except Exception as error:
-                    # Too little memory, no key token, a task of lm-eval whose data is not here, positions that end
-                    # before n: the rest goes on.
-                    self._leave_out(source.name, name, n, _foreseen(error, source, n))
-                    if torch.cuda.is_available():
-                        torch.cuda.empty_cache()
-                    if isinstance(error, TooLittleMemory):
-                        # Longer ones need more.
-                        break
-                    continue
-                self.finished.put(part.to_dict(), **self._what(source, name, n))
-                parts.append(part)
+        model = self._load(source)
+        for measure in self._prepared[source.name]:
+            parts = list(self._parts(model, source, measure))
             if parts:
-                setattr(row, name, task.joined(parts))
+                row.results[measure.name] = joined(parts)
             yield row
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def notes(self, source: Source) -> list[str]:
-        """What did not fit and what cannot be compared, for the report."""
+        """Return what was left out and what cannot be compared, for the report."""
         notes = [
-            f"{task}{f' at {n}' if n else ''} was left out: {why}"
-            for who, task, n, why in self.left_out
+            f"{name}{f' at {n}' if n else ''} was left out: {reason}"
+            for who, name, n, reason in self.left_out
             if who in (None, source.name)
         ]
-        if self._tokens[source.name] != self._tokens[self._first]:
+        first = next(iter(self._tokens))
+        if self._tokens[source.name] != self._tokens[first]:
             notes.append(
-                f"its tokenizer makes other tokens of the texts than that of {self._first}, so its losses by token "
-                "cannot be compared and do not count for the best; give it its own --output to compare it with its kind"
+                f"its tokenizer makes other tokens of the texts than that of {first}, so its losses per token cannot "
+                "be compared and do not count for the best; give it its own --output to compare it with similar models"
             )
         return notes
 
-    def _leave_out(self, who: str | None, task: str, n: int, error: PoSEError) -> None:
-        print(f"  {task}{f' at {n}' if n else ''} is left out: {error}", flush=True)
+    def _parts(self, model: Any, source: Source, measure: Measure) -> Iterator[Result]:
+        full = model is None
+        for n in measure.pieces():
+            key = self._key(source, measure, n)
+            kept = _readable(self.journal.get(key))
+            if kept is not None:
+                yield kept
+            if kept is not None or full:
+                continue
+            try:
+                # Before long prompts are made that no memory could read.
+                tokens_at_once(model, measure.work(n).length)
+                part = measure.run(model, n)
+            except Exception as error:
+                # Too little memory, data of lm-eval that is missing, positions that end before n, …: the rest goes on.
+                self._leave_out(source.name, measure.name, n, _foreseen(error, source, n))
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                # Longer ones need more memory.
+                full = isinstance(error, TooLittleMemory)
+                continue
+            self._keep(key, source, measure, n, part.to_dict())
+            yield part
+
+    def _load(self, source: Source) -> Any:
+        """Return the model, or None if nothing is missing or it does not run."""
+        missing = self._missing(source)
+        if not missing:
+            print("  nothing is missing", flush=True)
+            return None
+        try:
+            model = load(source, self.dtype, self.device)
+            print(self._forecast(model, missing, source.path), flush=True)
+            return model
+        except PoSEError as error:
+            if self._alone:
+                raise
+            # The other models are worth their own results.
+            self._leave_out(source.name, ", ".join(dict.fromkeys(measure.name for measure, _ in missing)), 0, error)
+            return None
+
+    def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError) -> None:
+        print(f"  {name}{f' at {n}' if n else ''} is left out: {error}", flush=True)
         longer = "; longer ones were not tried" if n and isinstance(error, TooLittleMemory) else ""
-        self.left_out.append((who, task, n, f"{error}{longer}"))
+        self.left_out.append((who, name, n, f"{error}{longer}"))
 
-    def _pieces(self, name: str) -> list[int]:
-        pieces = TASKS[name].pieces(self.plan)
-        # Before the evaluator has been asked, for a forecast, all of them.
-        return [n for n in pieces if n in self.plan.keys] if name == "longppl" and self._asked else pieces
+    def _missing(self, source: Source) -> list[tuple[Measure, int]]:
+        return [
+            (measure, n)
+            for measure in self._prepared[source.name]
+            for n in measure.pieces()
+            if _readable(self.journal.get(self._key(source, measure, n))) is None
+        ]
 
-    def _missing(self, source: Source) -> list[tuple[str, int]]:
-        return [(name, n) for name in self.tasks for n in self._pieces(name) if self._kept(source, name, n) is None]
-
-    def _kept(self, source: Source, name: str, n: int) -> Any | None:
-        return _readable(TASKS[name].result.from_dict, self.finished.get(**self._what(source, name, n)))
-
-    def _what(self, source: Source, task: str, length: int) -> dict[str, Any]:
-        depends = TASKS["longppl" if task == "keys" else task].depends(self.plan)
-        if task == "keys":
-            depends.pop("keys")
-        elif task == "longppl":
-            depends["evaluator"] = self.plan.evaluator
-        return {
-            "name": source.name,
-            "task": task,
-            "length": length,
-            "weights": [weights_of(source.base), source.revision, weights_of(source.path)],
+    def _key(self, source: Source, measure: Measure, n: int, what: str = "result") -> str:
+        """Return the hash of all that a result depends on; the display name does not count."""
+        return digest({
+            "what": what,
+            "measure": measure.name,
+            "length": n,
+            "weights": [
+                fingerprints.of_model(source.base), source.revision, fingerprints.of_model(source.path)
+            ],
             "config": source.config.to_dict(),
             "dtype": self.dtype,
             # Another version may ask otherwise.
             "version": __version__,
-            **depends,
-        }
+            "options": measure.depends(),
+            "answer": (measure.answers or {}).get(n) if what == "result" else None,
+        })  # fmt: skip
 
-    def _forecast(self, model: Any, source: Source, missing: Sequence[tuple[str, int]]) -> str:
-        if model is None:
-            return "  all of it is there already"
-        works = [TASKS[name].work(source, self.plan, n) for name, n in missing]
+    def _keep(self, key: str, source: Source, measure: Measure, n: int, result: Any) -> None:
+        with writing(self.output):
+            self.journal.add(key, name=source.name, measure=measure.name, length=n, version=__version__, result=result)
+
+    def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], path: str) -> str:
         try:
-            found = estimates(model, [work for work in works if work.sequences], self.plan.batch_size)
+            batch_size = self.measures[0].batch_size
+            found = forecast(model, [measure.work(n) for measure, n in missing], batch_size)
         except PoSEError:
             raise
         except Exception as error:
-            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PoSEError(
-                f"{source.path} was loaded, but cannot run on {device_of(model)}: {said}. Name another --device or "
-                "--dtype"
+                f"{path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or --dtype"
             ) from error
-        seconds = [estimate.seconds for estimate in found if estimate.seconds is not None]
-        lines = [f"  {estimate.line()}" for estimate in found]
-        lines += [f"  {work.task:<11} by lm-eval, not estimated" for work in works if not work.sequences]
-        return "\n".join([*lines, f"  together about {duration(sum(seconds))}"])
+        lines = [f"  {one.line(measure.name)}" for one, (measure, _) in zip(found, missing, strict=True)]
+        return "\n".join([*lines, f"  together about {duration(sum(one.seconds for one in found))}"])
 
 
-def _keys(data: dict[str, Any]) -> KeyTokens:
-    return KeyTokens(**{**data, "positions": tuple(map(tuple, data["positions"]))})
-
-
-def _readable(read: Callable[[Any], Any], kept: Any | None) -> Any | None:
-    """What was kept, or None where that is nothing which can be read: it is measured anew."""
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise PoSEError if the disk refuses: no permission, no space, a file where a folder should be, …"""
     try:
-        return None if kept is None else read(kept)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        yield
+    except OSError as error:
+        raise PoSEError(
+            f"--output {folder} cannot be used ({error}); name a folder that can be written. What is finished is kept"
+        ) from error
+
+
+def _readable(rows: Sequence[dict[str, Any]]) -> Result | None:
+    """Return the last result that was kept, or None if it cannot be parsed; then it is measured again."""
+    try:
+        return Result.from_dict(rows[-1]["result"]) if rows else None
+    except (KeyError, TypeError, AttributeError):
         return None
 
 
 def _foreseen(error: Exception, source: Source, n: int) -> PoSEError:
-    """The error itself, or what a model's own code has raised, in a sentence; its traceback goes to the log."""
+    """Return the error, or for what a model's own code raised a sentence; its traceback goes to the log."""
     if isinstance(error, PoSEError):
         return error
     log.warning("%s failed at %d tokens", source.name, n, exc_info=error)

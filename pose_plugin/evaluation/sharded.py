@@ -7,6 +7,9 @@ the answer that settles a prompt) is decided together or by rank 0.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -111,3 +114,26 @@ def require_same_plan(model: Any, plan: str) -> None:
             f"evaluation while training: lengths, counts or texts on rank {', '.join(other)} are not those of rank 0, "
             "and divided weights need the same forwards on all ranks. Give every machine the same settings and files"
         )
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Within a distributed run, let transformers load a model whole on every rank: not divided (ZeRO-3), not empty
+    (FSDP)."""
+    from transformers import modeling_utils
+    from transformers.integrations import deepspeed
+
+    name, variable = "is_deepspeed_zero3_enabled", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    # Each module has its own reference, and Axolotl replaces both.
+    kept, given = [(module, getattr(module, name)) for module in (modeling_utils, deepspeed)], os.environ.get(variable)
+    for module, _ in kept:
+        setattr(module, name, lambda: False)
+    if given is not None:
+        os.environ[variable] = "false"
+    try:
+        yield
+    finally:
+        for module, function in kept:
+            setattr(module, name, function)
+        if given is not None:
+            os.environ[variable] = given

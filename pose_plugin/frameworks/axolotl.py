@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
+from pose_plugin.evaluation.settings import checked
 from pose_plugin.frameworks import axolotl_beacon as beacon
 from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
@@ -163,7 +164,7 @@ def settings_of(cfg: Any) -> PoSESettings:
                 "sequence_len to the length of the documents"
             )
         block = {**block, "train_length": int(sequence_len)}
-    settings = parse_settings(block)
+    settings = checked(parse_settings(block))
     if settings.content != "contiguous" and sequence_len and settings.train_length == sequence_len:
         raise PoSEError(
             f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}, no "

@@ -10,6 +10,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Tra
 
 from pose_plugin.collator import Collate, Packing, PositionCollator
 from pose_plugin.config import parse_settings
+from pose_plugin.evaluation.settings import checked
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
 from pose_plugin.utils.errors import PoSEError
 
@@ -53,7 +54,8 @@ class PoSECollator(PositionCollator):
         # What is wrapped unless TRL needs its own collator.
         self._own = collate
         side = getattr(tokenizer or getattr(collate, "tokenizer", None), "padding_side", "right")
-        super().__init__(collate, parse_settings(settings, where="PoSECollator"), padding_side=side)
+        given = checked(parse_settings(settings, where="PoSECollator"), where="PoSECollator")
+        super().__init__(collate, given, padding_side=side)
         wrap_while_alive(self, _wrappers())
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.config import PoSESettings, parse_settings
+from pose_plugin.evaluation.settings import checked
 from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 
@@ -190,7 +191,7 @@ def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
     if values is not None:
         if isinstance(values, dict) and values.get("train_length") is None and window:
             values = {**values, "train_length": window}
-        settings = parse_settings(values)
+        settings = checked(parse_settings(values))
         window = settings.train_length or window
     if not window:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")

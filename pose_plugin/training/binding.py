@@ -130,7 +130,7 @@ def bind(trainer: Any, collator: PositionCollator, pack: Packing | None = None) 
     trainer.add_callback(callback)
     if collator.settings.evaluate is not None:
         # Imported here, as most runs do not need it.
-        from pose_plugin.evaluation.block import from_settings
+        from pose_plugin.evaluation.callback import from_settings
 
         # After our callback, so that the self-test runs before the first measurement.
         trainer.add_callback(from_settings(collator.settings))

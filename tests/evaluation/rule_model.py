@@ -38,11 +38,11 @@ class RuleModel(LlamaForCausalLM):
 def right_answer(tokenizer):
     """Reads the key out of the prompt and writes it after the question."""
     builder = PasskeyBuilder(tokenizer)
-    question = builder._question
+    question = builder.question
 
     def rule(ids: list[int]) -> int:
         key = re.search(r"The pass key is ([0-9]+)\. Remember", tokenizer.decode(ids)).group(1)
-        answer = builder._answer_ids(key)
+        answer = builder.answer_ids(key)
         at = next((n for n in range(len(ids), 0, -1) if ids[n - len(question) : n] == question), len(ids))
         written = len(ids) - at
         return answer[written] if written < len(answer) else answer[-1]

@@ -1,32 +1,32 @@
-"""When the callback measures, and on which texts: no training."""
+"""When the callback measures: no training."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from pose_plugin.evaluation.callback import EvaluationCallback
-
-TEXT = "The quick brown fox jumps over the lazy dog. " * 30
+from pose_plugin.evaluation.measures.passkey import Passkey
 
 
 def steps(monkeypatch, first, last, most, best=False, **when):
     """The steps at which a run that goes on from `first`, ends at `last` and was to end at `most` is measured."""
-    watch = EvaluationCallback(passkey_lengths=[200], **when)
+    watch = EvaluationCallback([Passkey()], [200], **when)
     seen = []
 
     def measure(args, state, *rest):
         seen.append(state.global_step)
-        watch.results.append((state.global_step, None, None))
+        watch.results.append((state.global_step, {}))
 
     monkeypatch.setattr(watch, "_measure", measure)
-    monkeypatch.setattr(watch, "_check", lambda given: None)
+    monkeypatch.setattr(watch, "_prepare", lambda model: None)
+    watch.bind_trainer(object())
     args = SimpleNamespace(load_best_model_at_end=best)
     state = SimpleNamespace(global_step=first, max_steps=most)
-    watch.on_train_begin(args, state, None)
+    watch.on_train_begin(args, state, None, model=None)
     for step in range(first + 1, last + 1):
         state.global_step = step
-        watch.on_step_end(args, state, None)
-    watch.on_train_end(args, state, None)
+        watch.on_step_end(args, state, None, model=None)
+    watch.on_train_end(args, state, None, model=None)
     return seen
 
 
@@ -51,13 +51,3 @@ def steps(monkeypatch, first, last, most, best=False, **when):
 )
 def test_when(monkeypatch, first, last, most, when, expected):
     assert steps(monkeypatch, first, last, most, **when) == expected
-
-
-def test_the_texts_that_fill_the_longest_length_at_every_length(make_llama, tokenizer):
-    texts = [TEXT, TEXT[:400]]
-    watch = EvaluationCallback(
-        perplexity_lengths=[64, 300], texts=texts, perplexity_options={"max_windows": 1, "batch_size": 1}
-    )
-    assert 64 < len(tokenizer(texts[1])["input_ids"]) < 300
-    found = watch._perplexity(make_llama(max_position_embeddings=512), tokenizer)
-    assert list(found.by_length) == [64, 300] and (found.texts, found.left_out) == (1, 1)

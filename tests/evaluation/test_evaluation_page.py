@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
+from pose_plugin.evaluation.settings import parse_block
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
@@ -57,10 +58,10 @@ def test_commands(folders, words, capsys, monkeypatch):
 
 def test_the_blocks_are_valid():
     first, second = (
-        parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048}).evaluate for text in blocks("yaml")
+        parse_block(parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048})) for text in blocks("yaml")
     )
-    assert first is not None and first.every == 100
-    assert second is not None and second.tasks == ["longppl", "short"]
+    assert first.schedule.every == 100
+    assert [measure.name for measure in second.chosen] == ["longppl", "short"]
 
 
 def test_snippets(tokenizer, make_llama, tmp_path):
@@ -73,6 +74,6 @@ def test_snippets(tokenizer, make_llama, tmp_path):
     names = {"trainer": trainer}
     exec(callback, names)
     trainer.train()
-    assert any({"passkey/512", "needle/single/1024"} <= row.keys() for row in trainer.state.log_history)
+    assert any({"passkey/512", "parameters/1024"} <= row.keys() for row in trainer.state.log_history)
     text = "The quick brown fox jumps over the lazy dog. " * 400
     exec(functions, {"model": make_llama(), "tokenizer": tokenizer, "texts": [text]})

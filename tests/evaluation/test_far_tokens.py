@@ -1,5 +1,6 @@
 """LongPPL and the gap probe: figures by hand, and models whose answer is known."""
 
+import json
 import math
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pose_plugin.evaluation.measures.gap import GapResult, gap_probe
-from pose_plugin.evaluation.measures.longppl import KeyTokens, LongPPLResult, key_tokens, longppl
+from pose_plugin.evaluation import memory
+from pose_plugin.evaluation.measures.gap import Gap, gap_probe
+from pose_plugin.evaluation.measures.longppl import LongPPL, longppl
+from pose_plugin.evaluation.results import Result
 from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
@@ -46,79 +49,85 @@ def repeated(back: int, times: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (back,), generator=picker).tolist() * times
 
 
+def asked(evaluator, tokenizer, texts, length, short, **options):
+    """LongPPL at one length, its evaluator asked."""
+    measure = LongPPL(texts=texts, short_context=short, evaluator="copier", **options, **QUIET)
+    measure.prepare(tokenizer, [length])
+    measure.answers = {length: measure.ask(evaluator, length)}
+    return measure
+
+
 def test_key_tokens_are_those_that_only_the_far_text_tells(tokenizer):
     """The copy is 30 back: the last 16 to 20 tokens do not hold it, the whole text does."""
     texts = [repeated(30, 3)[:80], repeated(30, 3, seed=1)[:80]]
-    keys = key_tokens(Copier(30), tokenizer, texts, 80, 16, "copier", **QUIET)
-    assert keys.positions == (tuple(range(30, 80)),) * 2 and keys.count == 100
-    result = longppl(Copier(30), tokenizer, texts, keys, **QUIET)
-    assert result.by_length[80].longppl == pytest.approx(1 / 0.9, rel=1e-5)
-    blind = longppl(Copier(500), tokenizer, texts, keys, **QUIET)
-    assert blind.by_length[80].longppl == pytest.approx(VOCAB, rel=1e-5)
-    assert blind.metrics() == {"longppl/80": blind.by_length[80].longppl}
-    assert result.by_length[80].losses == pytest.approx((-math.log(0.9),) * 2, rel=1e-4)
+    measure = asked(Copier(30), tokenizer, texts, 80, 16)
+    assert measure.answers == {80: [list(range(30, 80))] * 2}
+    result = measure.run(Copier(30), 80)
+    assert result.by_length()[80].score == pytest.approx(1 / 0.9, rel=1e-5) and result.by_length()[80].n == 100
+    blind = measure.run(Copier(500), 80)
+    assert blind.metrics() == {"longppl/80": pytest.approx(VOCAB, rel=1e-5)}
+    assert result.by_length()[80].samples == pytest.approx((-math.log(0.9),) * 2, rel=1e-4)
     # All tokens beyond the short context: 14 at 1/V, 50 copied.
     plain = (14 * math.log(VOCAB) - 50 * math.log(0.9)) / 64
-    assert result.by_length[80].plain_loss == pytest.approx(plain, rel=1e-5)
-    assert result.by_length[80].plain_tokens == 128
+    assert result.by_length()[80].details["plain_loss"] == pytest.approx(plain, rel=1e-5)
+    assert result.by_length()[80].details["plain_tokens"] == 128
+    again = longppl(Copier(500), Copier(30), tokenizer, texts, [80], short_context=16, evaluator="copier", **QUIET)
+    assert again == blind
 
 
-def test_what_the_near_text_tells_is_no_key_token(tokenizer):
-    texts = [repeated(10, 8)]
-    keys = key_tokens(Copier(10), tokenizer, texts, 80, 16, "copier", **QUIET)
-    assert keys.count == 0
-    with pytest.raises(PoSEError, match="by copier no token gains 2 nats over the last 16"):
-        longppl(Copier(10), tokenizer, texts, keys, **QUIET)
+def test_what_the_near_text_tells_is_not_a_key_token(tokenizer):
+    with pytest.raises(PoSEError, match=r"length=80.* short_context=16"):
+        asked(Copier(10), tokenizer, [repeated(10, 8)], 80, 16)
 
 
 @pytest.mark.parametrize(("alpha", "beta", "found"), [(3.7, -2, 50), (3.9, -2, 0), (2, -0.2, 50), (2, -0.1, 0)])
 def test_both_thresholds(tokenizer, alpha, beta, found):
     """The gain is log(0.9 · 50) = 3.81, the log-probability -0.105."""
-    keys = key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:80]], 80, 16, "c", alpha, beta, **QUIET)
-    assert keys.count == found
+    texts = [repeated(30, 3)[:80]]
+    if found:
+        (keys,) = asked(Copier(30), tokenizer, texts, 80, 16, alpha=alpha, beta=beta).answers[80]
+        assert len(keys) == found
+    else:
+        with pytest.raises(PoSEError, match="length=80"):
+            asked(Copier(30), tokenizer, texts, 80, 16, alpha=alpha, beta=beta)
 
 
 def test_a_begin_token_counts_in_the_length(tokenizers_by_name):
-    tokenizer = tokenizers_by_name["with BOS"]
-    keys = key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:79]], 80, 16, "c", **QUIET)
-    # Position 0 is the begin token, so the first copy stands at 31.
-    assert keys.positions == (tuple(range(31, 80)),)
-    window = longppl(Copier(30), tokenizer, [repeated(30, 3)[:79]], keys, **QUIET).by_length[80]
+    measure = asked(Copier(30), tokenizers_by_name["with BOS"], [repeated(30, 3)[:79]], 80, 16)
+    # Position 0 is the begin token, so the first copy is at 31.
+    assert measure.answers == {80: [list(range(31, 80))]}
+    details = measure.run(Copier(30), 80).by_length()[80].details
     # Beyond the begin token and the short context: 13 at 1/V, one that is taken for the begin token, 49 copied.
-    assert window.plain_tokens == 63
+    assert details["plain_tokens"] == 63
     wrong = math.log((VOCAB - 1) / 0.1)
-    assert window.plain_loss == pytest.approx((13 * math.log(VOCAB) + wrong - 49 * math.log(0.9)) / 63, rel=1e-5)
+    assert details["plain_loss"] == pytest.approx((13 * math.log(VOCAB) + wrong - 49 * math.log(0.9)) / 63, rel=1e-5)
 
 
 def test_texts_are_cut_to_the_length(tokenizer):
-    keys = [key_tokens(Copier(30), tokenizer, [repeated(30, 3)[:n]], 70, 16, "c", **QUIET) for n in (70, 90)]
-    assert keys[0] == keys[1] and keys[0].positions == (tuple(range(30, 70)),)
-    found = [longppl(Copier(30), tokenizer, [repeated(30, 3)[:n]], keys[0], **QUIET) for n in (70, 90)]
-    assert found[0] == found[1]
+    measures = [asked(Copier(30), tokenizer, [repeated(30, 3)[:n]], 70, 16) for n in (70, 90)]
+    assert measures[0].answers == measures[1].answers == {70: [list(range(30, 70))]}
+    assert measures[0].run(Copier(30), 70) == measures[1].run(Copier(30), 70)
 
 
 def test_longppl_in_chunks_is_the_same(tokenizer, make_llama, monkeypatch):
-    from pose_plugin.evaluation.measures import longppl as module
-    from pose_plugin.evaluation.memory import Fit
-
     text = torch.randint(0, 400, (120,), generator=torch.Generator().manual_seed(2)).tolist()
-    whole = [key_tokens(make_llama(), tokenizer, [text], 120, 40, "m", -9, -99, **QUIET)]
-    monkeypatch.setattr(module, "_fit", lambda model, length, batch_size: Fit(1, 17, 0))
-    chunked = key_tokens(make_llama(), tokenizer, [text], 120, 40, "m", -9, -99, **QUIET)
-    assert whole == [chunked] and chunked.count > 40
+    whole = asked(make_llama(), tokenizer, [text], 120, 40, alpha=-9, beta=-99)
+    monkeypatch.setattr(memory, "tokens_at_once", lambda model, length, batch_size: 17)
+    chunked = asked(make_llama(), tokenizer, [text], 120, 40, alpha=-9, beta=-99)
+    assert whole.answers == chunked.answers and len(whole.answers[120][0]) > 40
 
 
-@pytest.mark.parametrize(
-    ("length", "short", "message"), [(80, 80, "short=80 must be"), (80, 0, "short=0"), (900, 16, "length=900 is more")]
-)
+@pytest.mark.parametrize(("length", "short", "message"), [(80, 80, "short_context=80"), (900, 16, "length=900")])
 def test_longppl_bad_input(tokenizer, length, short, message):
     with pytest.raises(PoSEError, match=message):
-        key_tokens(Copier(30), tokenizer, [repeated(30, 3)], length, short, "c", **QUIET)
+        asked(Copier(30), tokenizer, [repeated(30, 3)], length, short)
 
 
 def test_longppl_other_texts(tokenizer):
+    measure = LongPPL(texts=[repeated(30, 3)], short_context=16, answers={80: [[1], [2]]}, **QUIET)
+    measure.prepare(tokenizer, [80])
     with pytest.raises(PoSEError, match="1 texts, but key tokens of 2"):
-        longppl(Copier(30), tokenizer, [repeated(30, 3)], KeyTokens("c", 80, 16, 2, -2, ((1,), (2,))), **QUIET)
+        measure.run(Copier(30), 80)
 
 
 def test_the_gap_probe_by_hand(make_llama, tokenizer):
@@ -126,26 +135,27 @@ def test_the_gap_probe_by_hand(make_llama, tokenizer):
     model = make_llama()
     ids = torch.randint(0, 400, (1, 40), generator=torch.Generator().manual_seed(3))
     result = gap_probe(model, tokenizer, [ids[0].tolist()], [100, 250], tokens=40, **QUIET)
-    assert (result.moved, result.windows, list(result.by_length)) == (16, 1, [40, 100, 250])
+    assert [(row.length, row.n) for row in result.rows] == [(40, 16), (100, 16), (250, 16)]
     mask = torch.ones(40, 40).tril()[None, None].bool()
-    for length, probe in result.by_length.items():
+    for length, probe in result.by_length().items():
         positions = torch.arange(40)
         positions[24:] += length - 40
         with torch.no_grad():
             logits = model(input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits[0, 23:-1], ids[0, 24:])
-        assert probe.loss == pytest.approx(float(expected), rel=1e-4)
-    assert len({round(probe.loss, 3) for probe in result.by_length.values()}) == 3
+        assert probe.score == pytest.approx(float(expected), rel=1e-4)
+    assert len({round(probe.score, 3) for probe in result.rows}) == 3
 
 
 def test_a_text_without_key_tokens_has_no_loss_of_its_own(tokenizer):
     """Means over the key tokens of each text: three with the copier's loss, one with the blind model's."""
     texts = [repeated(30, 3)[:80], repeated(30, 3, seed=1)[:80], repeated(30, 3, seed=2)[:80]]
-    keys = KeyTokens("c", 80, 16, 2.0, -2.0, ((40, 50, 60), (), (20, 70)))
-    window = longppl(Copier(30), tokenizer, texts, keys, **QUIET).by_length[80]
+    measure = LongPPL(texts=texts, short_context=16, answers={80: [[40, 50, 60], [], [20, 70]]}, **QUIET)
+    measure.prepare(tokenizer, [80])
+    (row,) = measure.run(Copier(30), 80).rows
     copied, blind = -math.log(0.9), math.log(VOCAB)
-    assert window.losses == pytest.approx((copied, (blind + copied) / 2), rel=1e-4)
-    assert window.loss == pytest.approx((4 * copied + blind) / 5, rel=1e-4) and window.tokens == 5
+    assert row.samples == pytest.approx((copied, (blind + copied) / 2), rel=1e-4)
+    assert row.details["loss"] == pytest.approx((4 * copied + blind) / 5, rel=1e-4) and row.n == 5
 
 
 def test_the_moved_tokens_see_those_before_them(tokenizer):
@@ -164,7 +174,7 @@ def test_the_moved_tokens_see_those_before_them(tokenizer):
             return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **rest)
 
     before = masking_utils.find_packed_sequence_indices
-    gap_probe(Spy(30), tokenizer, [repeated(30, 3)], [200], 40, 1, **QUIET)
+    gap_probe(Spy(30), tokenizer, [repeated(30, 3)], [200], tokens=40, max_windows=1, **QUIET)
     assert seen == [(True, [[1] * 40], None)] * 2
     assert masking_utils.find_packed_sequence_indices is before
 
@@ -172,56 +182,49 @@ def test_the_moved_tokens_see_those_before_them(tokenizer):
 def test_gap_pieces_and_their_number(make_llama, tokenizer):
     text = torch.randint(0, 400, (500,), generator=torch.Generator().manual_seed(3)).tolist()
     results = [
-        gap_probe(make_llama(), tokenizer, [text, text[:30]], [200], 50, n, b, **QUIET) for n, b in ((4, 3), (99, 1))
+        gap_probe(
+            make_llama(), tokenizer, [text, text[:30]], [200], tokens=50, max_windows=n, batch_size=batch, **QUIET
+        )
+        for n, batch in ((4, 3), (99, 1))
     ]
-    assert [r.windows for r in results] == [4, 10]
-    for probe in results[1].by_length.values():
-        assert len(probe.losses) == 10 and len({round(loss, 3) for loss in probe.losses}) == 10
-        assert sum(probe.losses) / 10 == pytest.approx(probe.loss)
+    four, ten = (result.by_length() for result in results)
+    for probe in ten.values():
+        assert len(probe.samples) == 10 and len({round(loss, 3) for loss in probe.samples}) == 10
+        assert sum(probe.samples) / 10 == pytest.approx(probe.score) and probe.n == 10 * 20
     # Four of the ten, spread over the text.
-    assert results[0].by_length[200].losses == pytest.approx(
-        [results[1].by_length[200].losses[i] for i in (0, 2, 5, 7)], rel=1e-5
-    )
-    assert results[1].by_length[200].count == 10 * 20
-    assert gap_probe(make_llama(), tokenizer, [text], [300], **QUIET).tokens == 300
-    assert [probe.gap for probe in results[0].by_length.values()] == [0, 150]
-    assert results[0].metrics() == {f"gap_loss/{n}": results[0].by_length[n].loss for n in (50, 200)}
+    assert four[200].samples == pytest.approx([ten[200].samples[i] for i in (0, 2, 5, 7)], rel=1e-5)
+    assert results[0].metrics() == {f"gap_loss/{n}": four[n].score for n in (50, 200)}
+    assert list(gap_probe(make_llama(), tokenizer, [text], [300], **QUIET).by_length()) == [300]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lengths": []}, "lengths is empty"),
-        ({"lengths": [100], "tokens": 200}, "at least the 200 tokens"),
-        ({"lengths": [100], "max_windows": 0}, "max_windows=0"),
-        ({"lengths": [900]}, "length=640 is more than the longest"),
+        ({"lengths": []}, r"lengths=\[\]"),
+        ({"lengths": [100], "tokens": 200}, "200 tokens"),
+        ({"lengths": [100], "max_windows": 0}, "max_windows"),
+        ({"lengths": [900]}, "length=640"),
     ],
 )
 def test_gap_bad_input(tokenizer, arguments, message):
-    with pytest.raises(PoSEError, match=message):
+    with pytest.raises(ValueError, match=message):
         gap_probe(None, tokenizer, [repeated(30, 3)], **arguments, **QUIET)
 
 
 def test_both_survive_json(tokenizer, make_llama):
-    import json
-
     texts = [repeated(30, 3)[:80]]
-    keys = key_tokens(Copier(30), tokenizer, texts, 80, 16, "copier", **QUIET)
-    result = longppl(Copier(30), tokenizer, texts, keys, **QUIET)
-    assert LongPPLResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-    assert "copier" in result.definition and "2410.23771" in result.definition
-    assert "log-probability above -2 with" in result.definition and "gains more than 2 over" in result.definition
-    gap = gap_probe(make_llama(), tokenizer, texts, [100], 40, **QUIET)
-    assert GapResult.from_dict(json.loads(json.dumps(gap.to_dict()))) == gap
+    result = asked(Copier(30), tokenizer, texts, 80, 16).run(Copier(30), 80)
+    gap = gap_probe(make_llama(), tokenizer, texts, [100], tokens=40, **QUIET)
+    for found in (result, gap):
+        assert Result.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert "copier" in result.definition and "50 of 64 tokens are key" in result.described
 
 
 def test_an_evaluator_that_runs_out_of_memory_says_so(tokenizer, monkeypatch):
-    from pose_plugin.evaluation.memory import TooLittleMemory
-
     model = Copier(30)
     monkeypatch.setattr(model, "forward", full_when_long(model.forward))
-    with pytest.raises(TooLittleMemory, match="ran out of memory with batch_size=1"):
-        key_tokens(model, tokenizer, [repeated(30, 3)[:80]], 80, 16, "copier", **QUIET)
+    with pytest.raises(memory.TooLittleMemory, match="length=80"):
+        asked(model, tokenizer, [repeated(30, 3)[:80]], 80, 16)
 
 
 def full_when_long(forward):
@@ -243,6 +246,8 @@ def test_the_begin_token_of_a_gap_piece_counts_in_its_tokens(tokenizers_by_name,
 
     monkeypatch.setattr(model, "forward", spy)
     text = repeated(30, 4)
-    assert gap_probe(model, tokenizer, [text], [100], 40, **QUIET).windows == 3
+    measure = Gap(texts=[text], tokens=40, **QUIET)
+    measure.measure(model, tokenizer, [100])
+    assert measure.work(100).sequences == 3
     begin = [tokenizer.bos_token_id]
     assert seen == 2 * [begin + text[at : at + 39] for at in (0, 39, 78)]

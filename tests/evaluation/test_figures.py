@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.evaluation import figures
-from pose_plugin.evaluation.measures.gap import Gap, GapResult
-from pose_plugin.evaluation.measures.longppl import LongPPL, LongPPLResult
-from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.measures.perplexity import PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.results import ModelResult, Report
-from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
+from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.utils.plots import tokens
 
 pytest.importorskip("matplotlib")
@@ -19,18 +14,21 @@ pytest.importorskip("matplotlib")
 
 def keys(found):
     """{(length, depth): found of four}"""
-    trials = tuple(PasskeyTrial(n, d, "1", "", i < right) for (n, d), right in found.items() for i in range(4))
-    return PasskeyResult(trials, (0.0, 1.0), 0, "")
+    rows = [Row(n, float(i < right), depth=d) for (n, d), right in found.items() for i in range(4)]
+    return Result("passkey", "", tuple(rows))
 
 
 def scores(measure, found):
     """{(kind, length, depth): score}"""
-    trials = tuple(RetrievalTrial(k, n, d, ("1",), "", s) for (k, n, d), s in found.items())
-    return RetrievalResult(measure, trials, {}, {}, {}, "")
+    return Result(measure, "", tuple(Row(n, score, kind=kind, depth=d) for (kind, n, d), score in found.items()))
 
 
-def losses(found):
-    return PerplexityResult({n: WindowPerplexity(n, 9, 3, 9, math.log(v), ()) for n, v in found.items()}, True, 1, 0)
+def losses(measure, found):
+    return Result(measure, "", tuple(Row(n, value) for n, value in found.items()))
+
+
+def model(name, *results):
+    return ModelResult(name, {result.measure: result for result in results})
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +37,22 @@ def drawn():
     from matplotlib.figure import Figure
 
     models = [
-        ModelResult("without", gap=GapResult({2048: Gap(2048, 9, 1.0, 9)}, 640, 256, 1)),
-        ModelResult(
+        model("without", losses("gap", {2048: 1.0})),
+        model(
             "base",
             keys({(1024, 0.0): 4, (1024, 1.0): 4, (2048, 0.0): 1, (2048, 1.0): 0}),
-            losses({1024: 8.0, 2048: 4000.0}),
-            needle=scores("needle", {("single", 1024, 0.0): 1.0, ("single", 2048, 0.5): 0.25, ("kv", 2048, 0.5): 0.5}),
-            longppl=LongPPLResult({2048: LongPPL(2048, math.log(3), 9, 9.0, 9)}, "j", 64, 2.0, -2.0, 1),
+            losses("perplexity", {1024: 8.0, 2048: 4000.0}),
+            scores("needle", {("single", 1024, 0.0): 1.0, ("single", 2048, 0.5): 0.25, ("kv", 2048, 0.5): 0.5}),
+            losses("longppl", {2048: 3.0}),
+            losses("short", {512: 9.0}),
         ),
-        ModelResult(
+        model(
             "long",
             keys({(4096, 0.0): 3, (4096, 1.0): 4}),
-            losses({1024: 9.0, 4096: math.inf}),
-            needle=scores("needle", {("single", 4096, 1.0): 0.75}),
-            topics=scores("topics", {("first", 2048, 0.0): 0.5, ("first", 4096, 0.0): 0.25}),
-            gap=GapResult({640: Gap(640, 0, 2.0, 9), 4096: Gap(4096, 9, 3.0, 9)}, 640, 256, 1),
+            losses("perplexity", {1024: 9.0, 4096: math.inf}),
+            scores("needle", {("single", 4096, 1.0): 0.75}),
+            scores("topics", {("first", 2048, None): 0.5, ("first", 4096, None): 0.25}),
+            losses("gap", {640: 2.0, 4096: 3.0}),
         ),
     ]
     kept = {}
@@ -74,7 +73,7 @@ def lines(axes):
 
 
 def test_which(drawn):
-    names = "passkey passkey_depth perplexity needle_single needle_kv topics longppl gap"
+    names = "gap passkey passkey_depth perplexity needle_single needle_kv longppl topics"
     assert list(drawn) == [f"{name}.png" for name in names.split()]
 
 
@@ -151,7 +150,7 @@ def cells(axes):
             "long": {("4k", "0 %"): 75, ("4k", "100 %"): 100}}, "passkeys found (%)"),
         ("needle_single", {"base": {("1k", "0 %"): 100, ("2k", "50 %"): 25}, "long": {("4k", "100 %"): 75}},
          "needles found (%)"),
-        ("needle_kv", {"base": {("2k", "50 %"): 50}}, "values found (%)"),
+        ("needle_kv", {"base": {("2k", "50 %"): 50}}, "needles found (%)"),
     ],
 )  # fmt: skip
 def test_heat_maps(drawn, name, expected, label):
@@ -197,13 +196,13 @@ def test_many_models_have_a_panel_each_and_no_empty_one_shows():
     from matplotlib.figure import Figure
 
     for count, columns in ((1, 1), (4, 4), (5, 3), (6, 3), (7, 4), (8, 4)):
-        models = [ModelResult(str(i), keys({(1024, 0.0): i % 4})) for i in range(count)]
+        models = [model(str(i), keys({(1024, 0.0): i % 4})) for i in range(count)]
         kept = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Figure, "savefig", lambda figure, path, kept=kept: kept.append(figure))
-            figures.passkey_by_depth(Report(models), Path("nowhere"))
-        *panels, _ = kept[0].axes
+            figures.draw(Report(models), Path("nowhere"))
+        *panels, _ = kept[1].axes
         shown = [panel for panel in panels if panel.get_visible()]
-        assert [panel.get_title() for panel in shown] == [model.name for model in models]
+        assert [panel.get_title() for panel in shown] == [each.name for each in models]
         assert [list(cells(panel).values()) for panel in shown] == [[25.0 * (i % 4)] for i in range(count)]
         assert shown[0].get_subplotspec().get_gridspec().ncols == columns

@@ -4,7 +4,16 @@ from transformers import LlamaConfig
 
 from pose_plugin.evaluation import memory
 from pose_plugin.evaluation.measures.passkey import passkey
-from pose_plugin.evaluation.memory import LOGIT_BYTES, Fit, estimate_bytes, fitting, in_batches
+from pose_plugin.evaluation.memory import (
+    LOGIT_BYTES,
+    duration,
+    estimate_bytes,
+    forecast,
+    in_batches,
+    operations,
+    tokens_at_once,
+)
+from pose_plugin.evaluation.results import Work
 from pose_plugin.utils.errors import PoSEError
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -13,33 +22,32 @@ CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3,
 
 def test_estimate_by_hand():
     per_token = 8 * 64 + 3 * 128 + 2 * 16 * 2 * 3
-    assert estimate_bytes(CONFIG, 2, 100, 2) == 2 * 100 * per_token * 2 + LOGIT_BYTES
-    scores = estimate_bytes(CONFIG, 2, 100, 2, "eager") - estimate_bytes(CONFIG, 2, 100, 2)
+    assert estimate_bytes(CONFIG, 100, 200) == 2 * 100 * per_token * 2 + LOGIT_BYTES
+    scores = estimate_bytes(CONFIG, 100, 200, eager=True) - estimate_bytes(CONFIG, 100, 200)
     assert scores == 2 * 2 * 4 * 100**2 * 4
     # In chunks: the cache is whole and one layer of it is copied, all else is of 30 tokens, and each chunk has a mask.
     layer, cache = 8 * 64 + 3 * 128, 2 * 16 * 2 * 3
-    chunked = 2 * (30 * layer + 100 * cache + 100 * cache // 3) * 2 + 4 * 2 * 30 * 100
-    assert estimate_bytes(CONFIG, 2, 100, 2, chunk=30) == chunked + LOGIT_BYTES
-    assert estimate_bytes(CONFIG, 2, 100, 2, "eager", 30) == chunked + 2 * 2 * 4 * 30 * 100 * 4 + LOGIT_BYTES
+    chunked = (30 * layer + 100 * cache + 100 * cache // 3) * 2 + 4 * 30 * 100
+    assert estimate_bytes(CONFIG, 100, 30) == chunked + LOGIT_BYTES
+    assert estimate_bytes(CONFIG, 100, 30, eager=True) == chunked + 2 * 4 * 30 * 100 * 4 + LOGIT_BYTES
 
 
 def test_batch_shrinks_until_it_fits_then_the_text_is_read_in_chunks_and_what_cannot_is_an_error(
     make_llama, monkeypatch
 ):
-    model, cpu = make_llama(), torch.device("cpu")
+    model = make_llama()
 
-    def fit(free, length, wanted):
+    def fit(free, length, batch_size):
         monkeypatch.setattr(memory, "available_bytes", lambda device: free)
-        return fitting(model, cpu, length, wanted)
+        return tokens_at_once(model, length, batch_size)
 
-    two = estimate_bytes(model.config, 2, 1000, 4)
-    assert fit(two, 1000, 8) == Fit(2, None, two)
-    assert fit(two, 10, 8).batch == 8
-    in_chunks = estimate_bytes(model.config, 1, 20000, 4, chunk=256)
-    assert fit(in_chunks, 20000, 8) == Fit(1, 256, in_chunks)
-    with pytest.raises(PoSEError, match=r"length=1000 needs about .* free on cpu; .*shorter lengths"):
+    two = estimate_bytes(model.config, 1000, 2000, 4)
+    assert fit(two, 1000, 8) == 2000
+    assert fit(two, 10, 8) == 80
+    assert fit(estimate_bytes(model.config, 20000, 312, 4), 20000, 1) == 312
+    with pytest.raises(PoSEError, match=r"length=1000 needs about .* free on cpu"):
         fit(LOGIT_BYTES, 1000, 8)
-    assert fit(None, 1000, 8).batch == 8
+    assert fit(None, 1000, 8) == 8000
 
 
 @pytest.mark.parametrize("kind", ["whole", "sliding", "bare"])
@@ -67,13 +75,13 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
 
 
 def test_there_is_room_if_small_pieces_fit(monkeypatch):
-    needed, cpu = estimate_bytes(CONFIG, 1, 20000, 2, chunk=256), torch.device("cpu")
-    assert needed < estimate_bytes(CONFIG, 1, 20000, 2)
+    needed, cpu = estimate_bytes(CONFIG, 20000, 256), torch.device("cpu")
+    assert needed < estimate_bytes(CONFIG, 20000, 20000)
     for free in (needed, None):
         monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
         memory.require_room(CONFIG, 20000, cpu)
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
-    with pytest.raises(memory.TooLittleMemory, match=r"length=20000 needs about 0\..* are free on cpu; use shorter"):
+    with pytest.raises(memory.TooLittleMemory, match=r"length=20000 needs about 0\..* are free on cpu"):
         memory.require_room(CONFIG, 20000, cpu)
 
 
@@ -85,25 +93,38 @@ def test_memory_is_checked_for_all_lengths_before_the_model_runs(make_llama, tok
         passkey(model, tokenizer, [256, 2048], trials=1, progress=False)
 
 
-def test_out_of_memory_halves_the_batch():
+def test_out_of_memory_halves_the_batch(make_llama):
     sizes = []
 
-    def run(rows):
-        sizes.append(len(rows))
+    def run(rows, chunk):
+        sizes.append((len(rows), chunk))
         if len(rows) > 2:
             raise torch.OutOfMemoryError("full")
         return list(rows)
 
-    assert [row for part in in_batches(range(7), 5, run) for row in part] == list(range(7))
-    assert sizes == [5, 2, 2, 2, 1]
+    assert in_batches(make_llama(), range(7), 100, run, 5) == list(range(7))
+    assert sizes == [(5, None), (2, None), (2, None), (2, None), (1, None)]
 
 
-def test_out_of_memory_with_one_row_is_a_clear_error():
-    def run(rows):
+def test_out_of_memory_with_one_row_reads_it_in_chunks(make_llama):
+    sizes = []
+
+    def run(rows, chunk):
+        sizes.append((len(rows), chunk))
+        if chunk is None or chunk > 300:
+            raise torch.OutOfMemoryError("full")
+        return list(rows)
+
+    assert in_batches(make_llama(), range(2), 1000, run, 1) == [0, 1]
+    assert sizes == [(1, None), (1, 500), (1, 250), (1, 250)]
+
+
+def test_out_of_memory_with_the_smallest_chunk_is_an_error(make_llama):
+    def run(rows, chunk):
         raise torch.OutOfMemoryError("full")
 
-    with pytest.raises(PoSEError, match="batch_size=1"):
-        list(in_batches(range(3), 2, run))
+    with pytest.raises(memory.TooLittleMemory, match="length=1000"):
+        in_batches(make_llama(), range(3), 1000, run)
 
 
 def test_free_memory_of_this_machine():
@@ -122,3 +143,31 @@ def test_files_that_were_read_leave_a_container_free(tmp_path, monkeypatch):
     assert memory.available_bytes(torch.device("cpu")) == 1048576 - 1044480 + 524288 + 393216 + 65536
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_bytes(torch.device("cpu")) > 2**21
+
+
+# --- the forecast ---------------------------------------------------------------------------------------------------
+
+
+def test_operations_by_hand(make_llama):
+    model = make_llama()
+    weights = sum(p.numel() for p in model.parameters()) - 400 * 32
+    assert operations(model, 10) == 2 * weights * 10 + 2 * 2 * 32 * 100
+
+
+@pytest.mark.parametrize(("maximum", "probe"), [(4096, 512), (64, 64)])
+def test_a_forecast_goes_by_operations(make_llama, monkeypatch, maximum, probe):
+    """The timed forward stays within the positions of the model."""
+    model, timed = make_llama(max_position_embeddings=maximum), []
+    monkeypatch.setattr(memory, "_seconds", lambda model, length: timed.append(length) or 3.0)
+    short, long, unknown = forecast(model, [Work(512, 4), Work(2048, 2, steps=3), Work(512, 0)])
+    per_second = operations(model, probe) / 3.0
+    assert timed == [probe] and short.seconds == pytest.approx(4 * operations(model, 512) / per_second)
+    once = operations(model, 2048) + 3 * operations(model, 1)
+    assert long.seconds == pytest.approx(2 * once / per_second)
+    assert "2048 tokens ×     2  about" in long.line("needle") and "GiB" in long.line("needle")
+    assert unknown.seconds == 0 and "not estimated" in unknown.line("harness")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "a second"), (42, "42 s"), (600, "10 min"), (9000, "2.5 h")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text

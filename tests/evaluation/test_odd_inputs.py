@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import shutil
 
 import pytest
@@ -10,10 +9,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pose_plugin.cli import main as cli
-from pose_plugin.evaluation.finished import FILE, Finished
-from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import write_whole
-from tests.forked import forked
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -59,7 +54,7 @@ def test_positions_that_end_take_only_longer_lengths_along(tmp_path, save, capsy
     model = save("gpt2", GPT2LMHeadModel(GPT2Config(vocab_size=400, **sizes)))
     assert run(model, "--lengths", "200,300", "--trials", 1, "--output", tmp_path / "out") == 1
     (row,) = results(tmp_path / "out")
-    assert list(row["passkey"]["by_length"]) == ["200"]
+    assert list(row["passkey"]["scores"]) == ["passkey/200"]
     assert "passkey at 300 was left out: IndexError" in row["notes"][-1]
     assert row["notes"][-1].endswith("its positions may end at max_position_embeddings=256")
 
@@ -92,7 +87,7 @@ def test_a_model_that_counts_nothing_but_nan_is_not_the_best(tmp_path, save, mak
     arguments = ["--lengths", "200", "--texts", tmp_path / "text.txt", "--max-windows", 8, "--tasks", "gap,short"]
     assert run(*models, *arguments, "--output", tmp_path / "out") == 0
     text = capsys.readouterr().out
-    assert "Best over all measures: base (" in text and "gap loss at 200  base  inf" in " ".join(text.split(" "))
+    assert "Best over all measures: base (" in text and "gap at 200  base  inf" in " ".join(text.split(" "))
     assert run(*models[::-1], *arguments, "--output", tmp_path / "out") == 0
     guard = capsys.readouterr().out.split("Short-context guard")[1].split("\n\n")[0]
     assert guard.splitlines()[-1].split()[-2:] == ["-", "lost"]
@@ -139,69 +134,3 @@ def test_paths_of_any_letters(tmp_path, save, make_llama):
     model = save("ümläut ☃", make_llama())
     assert run(model, "--lengths", "200", "--trials", 1, "--output", tmp_path / "öut ☃") == 0
     assert results(tmp_path / "öut ☃")[0]["name"] == "ümläut ☃"
-
-
-# --- what is finished is never lost ---------------------------------------------------------------------------------
-
-
-def until_full(folder):
-    """Files may not grow above 3000 bytes, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-    kept = Finished(folder)
-    for n in range(9):
-        try:
-            kept.put("x" * 700, task="t", length=n)
-        except PoSEError as error:
-            return n, str(error)
-    return None
-
-
-def test_a_full_disk_loses_only_what_was_being_written(tmp_path):
-    number, message = forked(until_full, tmp_path).value
-    assert number == 3 and f"--output {tmp_path} cannot be used (" in message and "What is finished is kept" in message
-    found = Finished(tmp_path)
-    assert [found.get(task="t", length=n) == "x" * 700 for n in range(5)] == [True, True, True, False, False]
-    # Once there is room, the torn line swallows nothing.
-    found.put("next", task="t", length=3)
-    again = Finished(tmp_path)
-    assert again.get(task="t", length=2) == "x" * 700 and again.get(task="t", length=3) == "next"
-
-
-def write_many(folder, who):
-    kept = Finished(folder)
-    for n in range(40):
-        kept.put(who * 30_000, task=who, length=n)
-
-
-def both(folder):
-    import multiprocessing
-
-    children = [multiprocessing.get_context("fork").Process(target=write_many, args=(folder, who)) for who in "ab"]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-
-
-def test_two_runs_into_one_folder_keep_the_lines_of_both(tmp_path):
-    forked(both, tmp_path)
-    found = Finished(tmp_path)
-    assert all(found.get(task=who, length=n) == who * 30_000 for who in "ab" for n in range(40))
-    rows = (tmp_path / FILE).read_text().split("\n")
-    assert rows.pop(0) == "" and len(rows) == 80 and all(json.loads(row)["result"] for row in rows)
-
-
-def test_an_answer_with_line_breaks_of_its_own_is_found_again(tmp_path):
-    result = {"answer": "one\u2028two\x85three\x1cfour\nfive"}
-    Finished(tmp_path).put(result, task="t")
-    assert Finished(tmp_path).get(task="t") == result
-
-
-def test_a_report_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
-    file = tmp_path / "results.json"
-    write_whole(file, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(file, "n" * 9000 + "\ud800")
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
-    write_whole(file, "new\n")
-    assert file.read_bytes() == b"new\n"

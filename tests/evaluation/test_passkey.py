@@ -5,18 +5,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from pose_plugin.evaluation.measures.passkey import (
-    Accuracy,
-    PasskeyResult,
-    PasskeyTemplate,
-    PasskeyTrial,
-    _Reader,
-    build_document,
-    passkey,
-    verdict,
-)
+from pose_plugin.evaluation.measures.passkey import Passkey, _Reader, passkey, verdict
 from pose_plugin.evaluation.model import greedy
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate
+from pose_plugin.evaluation.results import Result, Row
 from tests.evaluation.rule_model import RuleModel, constant, right_answer, sometimes_wrong
 
 QUIET = {"progress": False}
@@ -25,7 +17,7 @@ QUIET = {"progress": False}
 def test_a_perfect_model_scores_one(any_tokenizer):
     model = RuleModel(right_answer(any_tokenizer), len(any_tokenizer))
     result = passkey(model, any_tokenizer, [256, 300], trials=6, **QUIET)
-    assert {length: a.value for length, a in result.by_length.items()} == {256: 1.0, 300: 1.0}
+    assert {length: row.score for length, row in result.by_length().items()} == {256: 1.0, 300: 1.0}
     assert result.k_max() == 300
     assert result.metrics() == {"passkey/256": 1.0, "passkey/300": 1.0}
 
@@ -34,7 +26,7 @@ def test_a_blind_model_scores_zero(any_tokenizer):
     seven = any_tokenizer("7", add_special_tokens=False)["input_ids"][-1]
     model = RuleModel(constant(seven), len(any_tokenizer))
     result = passkey(model, any_tokenizer, [256], trials=20, **QUIET)
-    assert result.by_length[256] == Accuracy(0, 20)
+    assert (result.by_length()[256].score, result.by_length()[256].n) == (0, 20)
     assert result.k_max() == 0
 
 
@@ -46,17 +38,18 @@ def test_scores_as_real_generation_does(tokenizers_by_name, name):
     tokens = sorted({i for p in pieces for i in tokenizer(p, add_special_tokens=False)["input_ids"]})
     model = RuleModel(sometimes_wrong(right_answer(tokenizer), tokens, 0.2), len(tokenizer))
     result = passkey(model, tokenizer, [256], trials=60, **QUIET)
-    for trial in result.trials:
-        document = build_document(tokenizer, 256, trial.depth, trial.key)
+    measure = Passkey(trials=60)
+    measure.prepare(tokenizer, [256])
+    for row, document in zip(result.rows, measure.documents(256), strict=True):
         config = GenerationConfig(
             do_sample=False, use_cache=False, max_new_tokens=len(document.answer), pad_token_id=0,
             eos_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
         written = model.generate(torch.tensor([document.prompt]), generation_config=config)[0]
         text = tokenizer.decode(written[len(document.prompt) :], skip_special_tokens=True)
-        assert trial.correct == (first_digits(text) == trial.key)
-        assert text.startswith(trial.answer)
-    assert 0.2 < result.by_length[256].value < 0.9
+        assert row.score == (first_digits(text) == document.key)
+        assert text.startswith(row.details["answer"])
+    assert 0.2 < result.by_length()[256].score < 0.9
 
 
 def first_digits(text: str) -> str:
@@ -86,8 +79,8 @@ def test_an_answer_behind_another_token_is_found_token_by_token(tokenizer):
 
     model = RuleModel(rule, len(tokenizer))
     result = passkey(model, tokenizer, [256], trials=3, template=SENTENCE, **QUIET)
-    assert result.by_length[256] == Accuracy(3, 3)
-    assert [trial.answer for trial in result.trials] == ["\n" + trial.key for trial in result.trials]
+    assert [row.score for row in result.rows] == [1.0] * 3
+    assert [row.details["answer"] for row in result.rows] == ["\n" + row.details["expected"][0] for row in result.rows]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +111,7 @@ def test_one_forward_settles_wrong_digits_and_logits_stay_small(tokenizer):
     seven, digits = (tokenizer.convert_tokens_to_ids(list(text)) for text in ("7", "0123456789"))
     model = RuleModel(lambda ids: seven[0] if right(ids) in digits else right(ids), len(tokenizer))
     passkey(model, tokenizer, [512], trials=10, batch_size=4, **QUIET)
-    answer = len(build_document(tokenizer, 512, 0.5, "12345").answer)
+    answer = len(PasskeyBuilder(tokenizer).document(512, 0.5, "12345").answer)
     assert answer == 5  # the space before the key is a token of its own and ends the prompt
     assert model.forwards == [(4, answer + 1), (4, answer + 1), (2, answer + 1)]
 
@@ -176,12 +169,15 @@ def test_state_comes_back_after_an_error(tokenizer, make_llama, monkeypatch):
 
 def test_every_model_gets_the_same_prompts_and_the_seed_changes_them(tokenizer):
     models = [RuleModel(rule, len(tokenizer)) for rule in (right_answer(tokenizer), constant(9))]
-    asked = [[(t.key, t.depth) for t in passkey(m, tokenizer, [256], 5, **QUIET).trials] for m in models]
+
+    def asked_of(model, lengths, seed=0):
+        rows = passkey(model, tokenizer, lengths, trials=5, seed=seed, **QUIET).rows
+        return [(row.details["expected"], row.depth) for row in rows if row.length == 256]
+
+    asked = [asked_of(model, [256]) for model in models]
     assert asked[0] == asked[1]
-    other = passkey(models[1], tokenizer, [256], 5, seed=1, **QUIET)
-    assert [(t.key, t.depth) for t in other.trials] != asked[0]
-    longer = passkey(models[1], tokenizer, [300, 256], 5, **QUIET)
-    assert [(t.key, t.depth) for t in longer.trials if t.length == 256] == asked[0]
+    assert asked_of(models[1], [256], seed=1) != asked[0]
+    assert asked_of(models[1], [300, 256]) == asked[0]
 
 
 def test_depths_share_the_trials_out(tokenizer):
@@ -192,22 +188,24 @@ def test_depths_share_the_trials_out(tokenizer):
         text = tokenizer.decode(ids)
         return right(ids) if text.index("The pass key is") < 0.55 * len(text) else 9
 
-    result = passkey(RuleModel(rule, len(tokenizer)), tokenizer, [600], 9, depths=[0, 0.5, 1], **QUIET)
-    assert result.by_depth == {(600, 0): Accuracy(3, 3), (600, 0.5): Accuracy(3, 3), (600, 1): Accuracy(0, 3)}
-    assert result.by_length == {600: Accuracy(6, 9)}
+    result = passkey(RuleModel(rule, len(tokenizer)), tokenizer, [600], trials=9, depths=[0, 0.5, 1], **QUIET)
+    cells = {depth: (row.score, row.n) for (_, depth), row in result.by_depth().items()}
+    assert cells == {0.0: (1, 3), 0.5: (1, 3), 1.0: (0, 3)}
+    assert result.by_length()[600].score == 6 / 9
 
 
-def trials_of(*rows):
-    return tuple(
-        PasskeyTrial(length, depth, "12345", "", i < correct)
-        for length, depth, correct, total in rows
-        for i in range(total)
-    )
+def test_random_depths_are_put_together_in_fifths(tokenizer):
+    measure = Passkey(trials=40)
+    measure.prepare(tokenizer, [256])
+    drawn = [document.depth for document in measure.documents(256)]
+    found = [prompt.depth for prompt in measure.prompts(256)]
+    assert found == [min([0.1, 0.3, 0.5, 0.7, 0.9], key=lambda middle: abs(middle - depth)) for depth in drawn]
 
 
-def test_random_depths_are_put_together_in_fifths():
-    result = PasskeyResult(trials_of((128, 0.0, 1, 1), (128, 0.19, 0, 1), (128, 1.0, 1, 1)), None, 0, "")
-    assert result.by_depth == {(128, 0.1): Accuracy(1, 2), (128, 0.9): Accuracy(1, 1)}
+def result_of(scores):
+    """{length: (found, tried)} as a result."""
+    rows = [Row(n, float(i < found)) for n, (found, tried) in scores.items() for i in range(tried)]
+    return Result("passkey", "", tuple(rows))
 
 
 @pytest.mark.parametrize(
@@ -215,53 +213,46 @@ def test_random_depths_are_put_together_in_fifths():
     [((10, 10, 10), 512), ((10, 1, 10), 128), ((1, 10, 10), 0), ((10, 2, 0), 256), ((2, 2, 2), 512)],
 )
 def test_k_max(correct_of_ten, expected):
-    rows = [(length, 0.5, n, 10) for length, n in zip((128, 256, 512), correct_of_ten, strict=True)]
-    assert PasskeyResult(trials_of(*rows), None, 0, "").k_max() == expected
+    scores = {length: (n, 10) for length, n in zip((128, 256, 512), correct_of_ten, strict=True)}
+    assert result_of(scores).k_max() == expected
+    assert Passkey.summary(result_of(scores)) == {"k_max": expected}
 
 
 def test_uncertainty():
-    assert Accuracy(40, 50).standard_error == pytest.approx(0.0566, abs=1e-4)
-    assert Accuracy(40, 50).interval == pytest.approx((0.6696, 0.8876), abs=1e-4)
-    assert Accuracy(50, 50).standard_error == 0
-    assert Accuracy(50, 50).interval == pytest.approx((0.9287, 1.0), abs=1e-4)
-
-
-def test_to_dict_tells_all(tokenizer):
-    result = passkey(RuleModel(right_answer(tokenizer), 400), tokenizer, [256], trials=2, **QUIET)
-    data = result.to_dict()
-    assert data["by_length"] == {"256": {"accuracy": 1.0, "standard_error": 0.0, "trials": 2}}
-    assert data["k_max"] == 256
-    assert "2 prompts a length" in data["definition"] and "seed 0" in data["definition"]
-    assert data["example"].startswith("There is an important info") and len(data["trials"]) == 2
+    rows = result_of({128: (40, 50), 256: (50, 50)}).by_length()
+    assert rows[128].standard_error == pytest.approx(0.0566, abs=1e-4)
+    assert rows[128].interval == pytest.approx((0.6696, 0.8876), abs=1e-4)
+    assert rows[256].standard_error == 0
+    assert rows[256].interval == pytest.approx((0.9287, 1.0), abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lengths": []}, "lengths is empty"),
-        ({"lengths": [256], "trials": 0}, "trials=0"),
-        ({"lengths": [256], "trials": 2, "depths": [0, 0.5, 1]}, "depths has 3 values for trials=2"),
-        ({"lengths": [256], "depths": []}, "depths has 0 values"),
-        ({"lengths": [256, 20]}, "length=20 is smaller than the passkey template"),
+        ({"lengths": []}, r"lengths=\[\]"),
+        ({"lengths": [256], "trials": 0}, "trials"),
+        ({"lengths": [256], "trials": 2, "depths": [0, 0.5, 1]}, "trials=2"),
+        ({"lengths": [256], "depths": []}, "depths has 0"),
+        ({"lengths": [256, 20]}, "length=20"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_runs(tokenizer, arguments, message):
-    with pytest.raises(PoSEError, match=message):
+    with pytest.raises(ValueError, match=message):
         passkey(None, tokenizer, **arguments, **QUIET)
 
 
 def test_an_answer_that_has_ended_is_not_decoded_on(tokenizer):
     model = RuleModel(constant(tokenizer.eos_token_id), len(tokenizer))
     result = passkey(model, tokenizer, [512], trials=2, batch_size=2, **QUIET)
-    assert len(model.forwards) == 1 and result.by_length == {512: Accuracy(0, 2)}
-    assert [trial.answer for trial in result.trials] == ["", ""]
+    assert len(model.forwards) == 1
+    assert [(row.score, row.details["answer"]) for row in result.rows] == [(0.0, "")] * 2
 
 
 def test_lengths_are_measured_from_the_shortest_on_and_once(tokenizer):
     model = RuleModel(right_answer(tokenizer), len(tokenizer))
     result = passkey(model, tokenizer, [300, 256, 300], trials=1, **QUIET)
     assert result == passkey(model, tokenizer, [256, 300], trials=1, **QUIET)
-    assert [trial.length for trial in result.trials] == [256, 300]
+    assert [row.length for row in result.rows] == [256, 300]
 
 
 def test_a_token_may_hold_several_of_the_digits_to_come(tokenizers_by_name):

@@ -1,55 +1,47 @@
+"""Tables, files and pages are made of rows: figures by hand, and a look at every form."""
+
 import csv
 import json
 import math
+import re
 import struct
+import subprocess
 import sys
 
 import pytest
 
-from pose_plugin.evaluation import report as report_of
 from pose_plugin.evaluation.figures import draw
-from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.report import markdown_table, plain_table
-from pose_plugin.evaluation.results import ModelResult, Report
+from pose_plugin.evaluation.report import csv_files, markdown, markdown_table, plain_table, tables, text, write
+from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.plots import tokens
 
 
-def passkey_result(correct: dict[int, int]):
-    """Ten trials a length, at depths 0 and 1 in turn."""
-    trials = [
-        PasskeyTrial(n, float(i % 2), "12345", "12345" if i < right else "?", i < right)
-        for n, right in correct.items()
-        for i in range(10)
-    ]
-    return PasskeyResult(tuple(trials), (0.0, 1.0), 3, "There is …")
+def keys(found: dict[int, int]) -> Result:
+    """Ten prompts per length, at depths 0 and 1 in turn."""
+    rows = [Row(n, float(i < right), depth=float(i % 2)) for n, right in found.items() for i in range(10)]
+    return Result("passkey", "Ten keys.", tuple(rows), {"": "There is …"})
 
 
-def perplexity_result(values: dict[int, float]):
-    rows = {
-        n: WindowPerplexity(n, n // 2, 3, 100, math.log(v), (Bucket(0, n // 2, 2.0, 40), Bucket(n // 2, n, 1.0, 60)))
-        for n, v in values.items()
-    }
-    return PerplexityResult(rows, False, 2, 1)
+def losses(values: dict[int, float], name="perplexity") -> Result:
+    rows = []
+    for n, value in values.items():
+        rows.append(Row(n, value, 100, note=f"stride {n // 2}", details={"loss": math.log(value), "stride": n // 2}))
+        rows.append(Row(n, value, 40, view="position", details={"from": 0, "to": n // 2, "loss": 2.0}))
+    return Result(name, "Two texts.", tuple(rows))
+
+
+def model(name, *results, **rest):
+    return ModelResult(name, {result.measure: result for result in results}, **rest)
 
 
 @pytest.fixture
 def report():
-    return Report(
-        [
-            ModelResult("base", passkey_result({128: 10, 256: 1}), perplexity_result({128: 17, 256: 2500}),
-                        notes=["256 is beyond max_position_embeddings=128"], facts={"path": "base"}),
-            ModelResult("PoSE | linear", passkey_result({128: 10, 256: 8}),
-                        perplexity_result({128: 18, 256: 20.125})),
-        ],
-        train_length=128,
-        target_length=256,
-    )  # fmt: skip
+    base = model("base", keys({128: 10, 256: 1}), losses({128: 17, 256: 2500}), notes=["a < b"], facts={"path": "x"})
+    return Report([base, model("PoSE | linear", keys({128: 10, 256: 8}), losses({128: 18, 256: 20.125}))], 128, 256)
 
 
 def test_terminal_text(report):
-    assert report_of.text(report).split("\n\n")[:2] == [
+    assert text(report).split("\n\n")[:2] == [
         "Passkey accuracy ± standard error\n"
         "model                 128         256  k_max\n"
         "─────────────  ──────────  ──────────  ─────\n"
@@ -61,92 +53,127 @@ def test_terminal_text(report):
         "base           17.00  2.5e+03\n"
         "PoSE | linear  18.00    20.12",
     ]
-    assert report_of.text(report).count("Passkey retrieval: 10 prompts") == 1
-    assert report_of.text(report).endswith("Note (base): 256 is beyond max_position_embeddings=128")
 
 
-def test_markdown(report):
-    text = report_of.markdown(report)
-    assert "| model | 128 | 256 | k_max |\n| --- | ---: | ---: | ---: |\n| base | 1.00 ±0.00 |" in text
-    assert "| PoSE \\| linear |" in text
-    assert "Trained window: 128 tokens, target window: 256 tokens." in text
+def test_every_form_shows_every_cell_and_sentence(report, tmp_path):
+    write(report, tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = page.replace("&lt;", "<").replace("&gt;", ">")
+    shown = {"terminal": text(report), "markdown": markdown(report).replace("\\|", "|"), "html": page}
+    for form, found in shown.items():
+        for title, (header, rows) in tables(report).items():
+            assert title in found
+            assert all(cell in found for row in [header, *rows] for cell in row), form
+        sentences = ["Ten keys.", "Two texts. By length: 128: stride 64; 256: stride 128.", "Note (base): a < b"]
+        sentences += ["Best over all measures: ", "Trained window: 128 tokens, target window: 256 tokens."]
+        assert [found.count(sentence) for sentence in sentences] == [1] * 5, form
 
 
 def test_tables_with_gaps():
-    report = Report([ModelResult("a", passkey_result({128: 10})), ModelResult("b", passkey_result({256: 0}))])
-    assert list(report_of.tables(report)) == ["Passkey accuracy ± standard error"]
-    _, rows = report_of.tables(report)["Passkey accuracy ± standard error"]
-    assert rows == [["a", "1.00 ±0.00", "-", "128"], ["b", "-", "0.00 ±0.00", "0"]]
+    found = tables(Report([model("a", keys({128: 10})), model("b", keys({256: 0}))]))
+    assert list(found) == ["Passkey accuracy ± standard error"]
+    assert found["Passkey accuracy ± standard error"][1] == [
+        ["a", "1.00 ±0.00", "-", "128"],
+        ["b", "-", "0.00 ±0.00", "0"],
+    ]
+
+
+def test_a_table_for_each_kind_and_one_for_all_tasks_of_lm_eval():
+    needles = Result("needle", "", (Row(128, 1.0, kind="single"), Row(128, 0.5, kind="kv"), Row(256, 0.0, kind="kv")))
+    tasks = Result(
+        "harness", "", (Row(4096, 0.5, kind="niah"), Row(8192, 0.25, kind="niah"), Row(0, 0.3, kind="qa f1"))
+    )
+    found = tables(Report([model("a", needles, tasks)]))
+    assert found == {
+        "Needle, single: mean score": (["model", "128"], [["a", "1.00 ±0.00"]]),
+        "Needle, kv: mean score": (["model", "128", "256"], [["a", "0.50 ±0.00", "0.00 ±0.00"]]),
+        "lm-eval": (["model", "qa f1", "niah 4096", "niah 8192"], [["a", "0.300", "0.500", "0.250"]]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ((8.0, 8.0), ("+0.0 %", "kept")),
+        ((8.0, 8.39), ("+4.9 %", "kept")),
+        ((8.0, 8.41), ("+5.1 %", "worse by more than 5 %")),
+        ((8.0, 4.0), ("-50.0 %", "kept")),
+        ((8.0, math.inf), ("-", "lost")),
+        ((math.nan, 8.0), ("-", "-")),
+    ],
+)
+def test_the_guard_compares_with_the_first_model(values, cells):
+    report = Report([model(name, Result("short", "", (Row(64, v),))) for name, v in zip("ab", values, strict=True)])
+    ((title, (header, rows)),) = tables(report).items()
+    assert (title, header) == ("Short-context guard: perplexity at 64", ["model", "64", "against a", "skill"])
+    assert rows[0][2:] == ["-", "-"] and tuple(rows[1][2:]) == cells
+
+
+def test_the_guard_does_not_compare_losses_of_other_tokens():
+    report = Report([model(name, Result("short", "", (Row(64, 8.0),)), tokens=name) for name in "ab"])
+    ((_, rows),) = tables(report).values()
+    assert rows[1][2:] == ["-", "other tokens"]
 
 
 def test_tables_by_hand():
     assert plain_table(["m", "1"], [["abc", "22"]]) == "m     1\n───  ──\nabc  22"
-    assert markdown_table(["m", "1"], [["a", "2"]]) == "| m | 1 |\n| --- | ---: |\n| a | 2 |"
+    assert markdown_table(["m", "1"], [["a|b", "2"]]) == "| m | 1 |\n| --- | ---: |\n| a\\|b | 2 |"
+
+
+def test_csv(report):
+    files = {name: list(csv.DictReader(content.splitlines())) for name, content in csv_files(report).items()}
+    assert list(files) == ["passkey.csv", "passkey_depth.csv", "perplexity.csv", "perplexity_position.csv"]
+    row = files["passkey.csv"][3]
+    assert float(row.pop("standard_error")) == pytest.approx(math.sqrt(0.8 * (1 - 0.8) / 10))
+    assert row == {"model": "PoSE | linear", "length": "256", "score": "0.8", "n": "10"}
+    assert files["passkey_depth.csv"][2] | {"standard_error": ""} == {
+        "model": "base", "length": "256", "depth": "0.0", "score": "0.2", "n": "5", "standard_error": "",
+    }  # fmt: skip
+    assert files["perplexity.csv"][0] == {
+        "model": "base", "length": "128", "score": "17", "n": "100", "loss": str(math.log(17)), "stride": "64",
+    }  # fmt: skip
+    assert files["perplexity_position.csv"][1] == {
+        "model": "base", "length": "256", "score": "2500", "n": "40", "from": "0", "loss": "2.0", "to": "128",
+    }  # fmt: skip
 
 
 def test_files(report, tmp_path):
     folder = tmp_path / "new" / "folder"
-    report_of.write(report, folder)
+    write(report, folder)
     pictures = draw(report, folder)
-    written = [*report_of.write(report, folder, pictures), *pictures]
-    names = ["results.json", "report.md", "passkey.csv", "passkey_depth.csv", "perplexity.csv"]
-    names += ["perplexity_position.csv", "report.html", "passkey.png", "passkey_depth.png", "perplexity.png"]
-    assert [path.name for path in written] == names
+    written = [*write(report, folder, pictures), *pictures]
+    names = ["results.json", "report.md", *csv_files(report), "report.html"]
+    assert [path.name for path in written] == [*names, "passkey.png", "passkey_depth.png", "perplexity.png"]
     data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     assert (data["train_length"], data["target_length"]) == (128, 256)
-    assert data["models"][1]["passkey"]["by_length"]["256"]["accuracy"] == 0.8
-    assert data["models"][0]["path"] == "base"
-    assert data["models"][0]["perplexity"]["by_length"]["256"]["perplexity"] == pytest.approx(2500)
-    rows = list(csv.DictReader((folder / "passkey.csv").open(encoding="utf-8")))
-    assert rows[3] == {"model": "PoSE | linear", "length": "256", "accuracy": "0.8", "trials": "10",
-                       "correct": "8", "standard_error": str(math.sqrt(0.8 * (1 - 0.8) / 10))}  # fmt: skip
-    rows = list(csv.DictReader((folder / "passkey_depth.csv").open(encoding="utf-8")))
-    assert rows[2] == {"model": "base", "length": "256", "depth": "0.0", "accuracy": "0.2", "correct": "1",
-                       "trials": "5"}  # fmt: skip
-    rows = list(csv.DictReader((folder / "perplexity_position.csv").open(encoding="utf-8")))
-    assert (rows[1]["from"], rows[1]["to"], rows[1]["loss"], rows[1]["tokens"]) == ("64", "128", "1.0", "60")
-    for name in names[-3:]:
-        head = (folder / name).read_bytes()[:24]
+    assert data["models"][1]["passkey"]["scores"] == {"passkey/128": 1.0, "passkey/256": 0.8}
+    assert data["models"][0]["path"] == "x"
+    assert Result.from_dict(data["models"][0]["perplexity"]) == report.models[0].results["perplexity"]
+    assert (folder / "report.html").read_text(encoding="utf-8").count("data:image/png;base64,") == 3
+    for path in pictures:
+        head = path.read_bytes()[:24]
         width, height = struct.unpack(">II", head[16:24])
         assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 500 and height > 200
 
 
-def test_only_what_was_measured_is_written(tmp_path):
-    report = Report([ModelResult("a", perplexity=perplexity_result({128: 5}))])
-    written = [*report_of.write(report, tmp_path), *draw(report, tmp_path)]
-    assert {p.name for p in written} == {
-        "results.json", "report.md", "perplexity.csv", "perplexity_position.csv", "perplexity.png", "report.html"
-    }  # fmt: skip
-
-
 def test_what_is_not_finite_stays_readable(tmp_path):
-    blown = PerplexityResult({128: WindowPerplexity(128, 64, 1, 9, 900.0, ()),
-                              256: WindowPerplexity(256, 64, 1, 9, math.nan, ())}, False, 1, 0)  # fmt: skip
-    report = Report([ModelResult("a", perplexity=blown)])
-    assert "inf" in report_of.text(report) and "nan" in report_of.text(report)
-    report_of.write(report, tmp_path)
-    rows = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["by_length"]
-    assert rows["128"]["perplexity"] is None and rows["128"]["loss"] == 900
+    rows = (Row(128, math.inf, details={"loss": 900.0}), Row(256, math.nan))
+    report = Report([model("a", Result("perplexity", "", rows))])
+    assert re.search(r"a +inf +nan", text(report))
+    write(report, tmp_path)
+    kept = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["rows"]
+    assert [row["score"] for row in kept] == [None, None] and kept[0]["details"] == {"loss": 900.0}
 
 
 def test_figures_without_matplotlib_name_what_to_install(report, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PoSEError, match=r'pip install "pose-plugin\[plot\]"'):
+    with pytest.raises(PoSEError, match=r"pose-plugin\[plot\]"):
         draw(report, tmp_path)
-    assert report_of.write(report, tmp_path)
+    assert write(report, tmp_path)
 
 
 def test_importing_the_report_does_not_import_matplotlib():
-    import subprocess
-
     code = "import sys; from pose_plugin.evaluation import report, figures\n"
-    code += "print('matplotlib' in sys.modules)"
+    code += "print({'matplotlib', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize(
-    ("length", "name"), [(128, "128"), (1024, "1k"), (32768, "32k"), (131072, "128k"), (5000, "5000")]
-)
-def test_token_counts_for_axes(length, name):
-    assert tokens(length) == name
+    assert done.stdout.strip() == "set()", done.stderr

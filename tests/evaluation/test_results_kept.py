@@ -14,16 +14,15 @@ from pose_plugin.checkpoints.load import describe, extended
 from pose_plugin.cli import evaluate as command
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import run as session
-from pose_plugin.evaluation import tasks
-from pose_plugin.evaluation.finished import FILE, key
-from pose_plugin.evaluation.measures.longppl import KeyTokens, require_same_tokens
+from pose_plugin.evaluation.fingerprints import FINISHED
+from pose_plugin.evaluation.measure import Windows
+from pose_plugin.evaluation.measures import MEASURES, harness
 from pose_plugin.evaluation.run import Session
-from pose_plugin.evaluation.tasks import Plan
 from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
-ALL = (*tasks.TASKS, "keys")
-PROMPTS, TEXTS = {"passkey", "needle", "topics"}, {"perplexity", "longppl", "gap", "short", "keys"}
+ALL = (*MEASURES, "answer")
+PROMPTS, TEXTS = {"passkey", "needle", "topics"}, {"perplexity", "longppl", "gap", "short", "answer"}
 
 
 @pytest.fixture
@@ -33,23 +32,27 @@ def folder(tmp_path, tokenizer, make_llama):
     return tmp_path / "base"
 
 
-def key_tokens(*positions):
-    return {400: KeyTokens("judge", 400, 100, 2.0, -2.0, (positions,))}
-
-
 @pytest.fixture
 def keys(folder, tmp_path, monkeypatch):
-    """The key of every task, by what is asked for."""
-    monkeypatch.setattr(tasks, "version", lambda: "0.4.11")
+    """The key of every measure at one length, by what is asked for."""
+    monkeypatch.setattr(harness, "version", lambda: "0.4.11")
+    monkeypatch.setattr(harness, "require_harness", lambda *given: None)
     (tmp_path / "own" / "deeper").mkdir(parents=True)
     (tmp_path / "own" / "deeper" / "a.yaml").write_text("task: a")
-
     described = describe(str(folder))
 
-    def of(source=described, dtype="auto", length=200, **changes):
-        asked = {"lengths": [200, 400], "texts": [TEXT], "keys": key_tokens(300), "harness_path": str(tmp_path / "own")}
-        run = Session(Plan(**{**asked, **changes}), [], tmp_path / "out", dtype, None)
-        found = {task: key(run._what(source, task, length)) for task in ALL}
+    def of(source=described, dtype="auto", length=620, lengths=(620, 650), texts=(TEXT,), answer=(300,), **options):
+        given = {"harness_path": str(tmp_path / "own"), "harness": ["own"], "evaluator": "judge", **options}
+        measures = []
+        for measure in MEASURES.values():
+            own = {name: value for name, value in given.items() if name in measure.model_fields}
+            measures.append(measure(**own, **({"texts": texts} if measure.needs_texts else {})))
+        run = Session(measures, lengths, tmp_path / "out", dtype, None)
+        run.check([source], None, Windows(base=256, trained=100))
+        prepared = {measure.name: measure for measure in run._prepared[source.name]}
+        prepared["longppl"].answers = {length: [list(answer)]}
+        found = {name: run._key(source, measure, length) for name, measure in prepared.items()}
+        found["answer"] = run._key(source, prepared["longppl"], length, "answer")
         assert len(set(found.values())) == len(ALL)
         return found
 
@@ -65,29 +68,30 @@ def test_each_option_counts_where_it_matters_and_only_there(keys):
     table = [
         ({"trials": 7}, PROMPTS),
         ({"seed": 7}, PROMPTS | {"harness"}),
-        ({"depths": [0.5]}, PROMPTS),
-        ({"filler": "one"}, PROMPTS),
+        ({"depths": [0.5]}, PROMPTS - {"topics"}),
+        ({"filler": "One. "}, PROMPTS),
         ({"texts": [TEXT.replace("quick", "slick")]}, TEXTS),
         ({"texts": [TEXT, TEXT]}, TEXTS),
-        ({"max_tokens": 500}, TEXTS),
-        ({"stride": 9}, {"perplexity"}),
+        ({"max_tokens": 650}, TEXTS - {"gap"}),
+        ({"stride": 9}, {"perplexity", "short"}),
         ({"max_windows": 9}, {"perplexity", "gap", "short"}),
-        ({"lengths": [200, 500]}, {"perplexity", "gap", "harness"}),
-        ({"kinds": ("kv",)}, {"needle"}),
-        ({"short_context": 99}, {"longppl", "keys"}),
+        ({"lengths": [620, 640]}, {"perplexity", "harness"}),
+        ({"lengths": [610, 650]}, {"gap", "harness"}),
+        ({"kinds": ["kv"]}, {"needle"}),
+        ({"short_context": 99}, {"longppl", "answer"}),
         ({"short_length": 99}, {"short"}),
-        ({"keys": key_tokens(301)}, {"longppl"}),
-        ({"evaluator": "another"}, {"longppl"}),
-        ({"harness_tasks": ("ruler",)}, {"harness"}),
+        ({"answer": [301]}, {"longppl"}),
+        ({"evaluator": "another"}, {"longppl", "answer"}),
+        ({"harness": ["ruler"]}, {"harness"}),
         ({"harness_limit": 3}, {"harness"}),
         ({"harness_path": None}, {"harness"}),
         ({"batch_size": 2, "progress": False}, set()),
         ({"dtype": "bfloat16"}, set(ALL)),
-        ({"length": 300}, {*ALL} - {"short"}),  # which has a length of its own
+        ({"length": 650}, set(ALL)),
     ]
     for changes, expected in table:
         assert changed(base, keys(**changes)) == expected, changes
-    assert changed(keys(filler="one"), keys(filler="two")) == PROMPTS
+    assert changed(keys(filler="One. "), keys(filler="Two. ")) == PROMPTS
     assert changed(base, keys()) == set()
 
 
@@ -137,11 +141,11 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     assert changed(trained, keys(adapter)) == set(ALL)
     touch(tmp_path / "own" / "deeper" / "a.yaml")
     again = keys(source)
-    monkeypatch.setattr(tasks, "version", lambda: "0.4.12")
+    monkeypatch.setattr(harness, "version", lambda: "0.4.12")
     newer = keys(source)
     assert changed(again, newer) == {"harness"}
     # What Python and git write there, and the results themselves.
-    for name in ("__pycache__/a.pyc", ".git/index", f"out/{FILE}", "out/figures/a.png"):
+    for name in ("__pycache__/a.pyc", ".git/index", f"out/{FINISHED}", "out/figures/a.png"):
         (tmp_path / "own" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "own" / name).write_bytes(b"1")
     assert changed(newer, keys(source)) == set()
@@ -190,7 +194,7 @@ def evaluate(*arguments):
 
 
 def rows(output):
-    return [json.loads(line) for line in (output / FILE).read_text(encoding="utf-8").split("\n") if line]
+    return [json.loads(line) for line in (output / FINISHED).read_text(encoding="utf-8").split("\n") if line]
 
 
 def test_results_that_nobody_can_read_are_measured_anew(folder, tmp_path, capsys, monkeypatch):
@@ -201,26 +205,24 @@ def test_results_that_nobody_can_read_are_measured_anew(folder, tmp_path, capsys
                  tmp_path / "t.txt", "--max-windows", 1, "--output", out]  # fmt: skip
     assert evaluate(*arguments) == 0
     whole, first = rows(out), (out / "results.json").read_text(encoding="utf-8")
-    assert {row["version"] for row in whole} == {command.__version__} and len(whole) == 5
+    assert {row["version"] for row in whole} == {session.__version__} and len(whole) == 6
     damages = [
         lambda r: {**r, "result": [1]},
         lambda r: {**r, "result": "x"},
         lambda r: {**r, "result": {}},
-        lambda r: {**r, "result": {**r["result"], "by_length": {"n": 1}, "trials": [{"new": 1}]}},
+        lambda r: {**r, "result": {**r["result"], "rows": [{"new": 1}]}},
         lambda r: {**r, "key": None},
         lambda r: [r],
     ]
     for damage in damages:
         (out / "results.json").write_text("{ broken")
-        (out / FILE).write_text("".join("\n" + json.dumps(each) for each in [*map(damage, whole[:-1]), whole[-1]]))
+        (out / FINISHED).write_text("".join("\n" + json.dumps(each) for each in [*map(damage, whole[:-1]), whole[-1]]))
         assert evaluate(*arguments) == 0
-        assert len(rows(out)) == 9 and (out / "results.json").read_text(encoding="utf-8") == first
+        assert len(rows(out)) == 11 and (out / "results.json").read_text(encoding="utf-8") == first
     capsys.readouterr()
     monkeypatch.setattr(session, "__version__", "9.0")
-    monkeypatch.setattr(command, "__version__", "9.0")
-    assert evaluate(*arguments) == 0 and len(rows(out)) == 14
-    told = f"{out} holds results of pose_plugin {whole[0]['version']} too; they are kept there and not used"
-    assert told in capsys.readouterr().out
+    assert evaluate(*arguments) == 0 and len(rows(out)) == 17
+    assert f"results of pose_plugin {whole[0]['version']}" in capsys.readouterr().out
 
 
 def sources(*arguments):
@@ -248,13 +250,6 @@ def test_models_of_one_name_are_told_apart(folder, tmp_path):
     assert sources(folder, *stretch)[1].maximum == 1024
     with pytest.raises(PoSEError, match=r"--label x=.*b/step-100: x is another model's name already"):
         names(*models, "--label", f"x={models[0]}", "--label", f"x={models[1]}")
-
-
-def test_a_text_of_a_word_does_not_hide_what_other_tokenizers_make(tokenizers_by_name):
-    one, other = (tokenizers_by_name[name] for name in ("single digits", "joined digits"))
-    require_same_tokens(one, one, ["A", TEXT], "judge", "base")
-    with pytest.raises(PoSEError, match="base and the evaluator judge have different tokenizers"):
-        require_same_tokens(one, other, ["A", "of 12345"], "judge", "base")
 
 
 def test_what_beacons_read_beyond_the_window_is_no_fault(folder, tmp_path):

@@ -1,15 +1,15 @@
 """Needles and topics: prompts of the exact length, and scorers with known answers."""
 
+import json
 import random
 import re
 
 import pytest
 
-from pose_plugin.evaluation.measures.needle import DEPTHS, KINDS, needle, needle_prompts
-from pose_plugin.evaluation.measures.needle import score as needle_score
-from pose_plugin.evaluation.measures.topics import TOPICS, topic_prompts, topics, topics_of
-from pose_plugin.evaluation.measures.topics import score as topic_score
-from pose_plugin.evaluation.retrieval import Prompt, RetrievalResult, RetrievalTrial
+from pose_plugin.evaluation.measures.needle import DEPTHS, Needle, needle
+from pose_plugin.evaluation.measures.topics import TOPICS, Topics, topics
+from pose_plugin.evaluation.results import Result, Row, joined
+from pose_plugin.evaluation.retrieval import Prompt
 from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant
 
@@ -54,13 +54,21 @@ def answering(tokenizer, answer):
     return rule
 
 
+def prompts_of(kind, tokenizer, lengths, **options):
+    """All prompts of a measure, by kind and length."""
+    measure = kind(**options)
+    measure.prepare(tokenizer, lengths)
+    found = [prompt for length in lengths for prompt in measure.prompts(length)]
+    return sorted(found, key=lambda prompt: list(measure.rules).index(prompt.kind))
+
+
 def model_of(tokenizer, answer):
     return RuleModel(answering(tokenizer, answer), len(tokenizer))
 
 
 @pytest.mark.parametrize("filler", [None, "The quick brown fox jumps over the lazy dog. " * 40])
 def test_prompts_have_the_exact_length_and_hide_what_is_asked(any_tokenizer, filler):
-    prompts = needle_prompts(any_tokenizer, [400, 515], trials=5, filler_text=filler)
+    prompts = prompts_of(Needle, any_tokenizer, [400, 515], trials=5, filler=filler)
     assert len(prompts) == 3 * 2 * 5
     assert {len(p.ids) + p.budget for p in prompts if p.length == 515} == {515}
     for prompt in prompts:
@@ -70,27 +78,28 @@ def test_prompts_have_the_exact_length_and_hide_what_is_asked(any_tokenizer, fil
             at = text.index(prompt.expected[0]) / len(text)
             assert abs(at - prompt.depth) < 0.35
     assert [p.depth for p in prompts[:5]] == list(DEPTHS)
-    again = needle_prompts(any_tokenizer, [515], trials=5, filler_text=filler)
+    again = prompts_of(Needle, any_tokenizer, [515], trials=5, filler=filler)
     assert [p.ids for p in prompts if p.length == 515] == [p.ids for p in again]
-    other = needle_prompts(any_tokenizer, [515], trials=5, seed=1, filler_text=filler)
+    other = prompts_of(Needle, any_tokenizer, [515], trials=5, seed=1, filler=filler)
     assert [p.expected for p in other] != [p.expected for p in again]
 
 
 def test_a_perfect_and_a_blind_model_on_needles(any_tokenizer):
     perfect = needle(model_of(any_tokenizer, right_needle), any_tokenizer, [420], trials=5, batch_size=1, **QUIET)
-    assert perfect.metrics() == {f"needle/{kind}/420": 1.0 for kind in KINDS}
-    assert perfect.cells("kv") == {(420, depth): 1.0 for depth in DEPTHS}
+    assert perfect.metrics() == {f"needle/{kind}/420": 1.0 for kind in Needle.rules}
+    assert {cell: row.score for cell, row in perfect.by_depth("kv").items()} == {(420, d): 1.0 for d in DEPTHS}
     seven = any_tokenizer("7", add_special_tokens=False)["input_ids"][-1]
     blind = needle(RuleModel(constant(seven), len(any_tokenizer)), any_tokenizer, [420], trials=5, **QUIET)
     assert set(blind.metrics().values()) == {0.0}
 
 
 def test_a_guesser_among_pairs_gets_the_chance_that_is_stated(tokenizer):
-    result = needle(model_of(tokenizer, any_pair), tokenizer, [300], ["kv"], trials=120, batch_size=1, **QUIET)
-    pairs = int(result.chance["kv"].split("/")[1])
+    result = needle(model_of(tokenizer, any_pair), tokenizer, [300], kinds=["kv"], trials=120, batch_size=1, **QUIET)
+    pairs = int(result.rows[0].note.split("/")[1])
+    assert pairs == result.examples["kv"].count(" has value ")
     chance = 1 / pairs
     assert 5 < pairs < 30
-    assert abs(result.by_length("kv")[300] - chance) < 4 * (chance * (1 - chance) / 120) ** 0.5
+    assert abs(result.by_length()[300].score - chance) < 4 * (chance * (1 - chance) / 120) ** 0.5
 
 
 def test_what_is_written_behind_the_end_is_no_answer(tokenizer):
@@ -98,15 +107,14 @@ def test_what_is_written_behind_the_end_is_no_answer(tokenizer):
         return f"none{tokenizer.eos_token} {right_needle(text)}"
 
     result = needle(model_of(tokenizer, late), tokenizer, [400], kinds=["single"], trials=5, batch_size=1, **QUIET)
-    assert result.by_length("single") == {400: 0.0}
-    assert {trial.answer for trial in result.trials} == {" none"}
+    assert {(row.score, row.details["answer"]) for row in result.rows} == {(0.0, " none")}
 
 
 def test_half_of_the_numbers_is_half_a_score(tokenizer):
     def half(text):
         return ", ".join(right_needle(text).split(", ")[:2])
 
-    result = needle(model_of(tokenizer, half), tokenizer, [420], ["multi"], trials=5, batch_size=1, **QUIET)
+    result = needle(model_of(tokenizer, half), tokenizer, [420], kinds=["multi"], trials=5, batch_size=1, **QUIET)
     assert result.metrics() == {"needle/multi/420": 0.5}
 
 
@@ -123,20 +131,20 @@ def test_half_of_the_numbers_is_half_a_score(tokenizer):
     ],
 )
 def test_answering_by_hand(answer, expected, value):
-    assert needle_score("single", answer, expected) == value
+    assert Needle().score(answer, Prompt("single", [], 1, 1, 0.0, expected)) == value
 
 
 def test_topics_of_a_perfect_a_guessing_and_a_blind_model(tokenizer):
     perfect = topics(model_of(tokenizer, first_topic), tokenizer, [1100], trials=3, batch_size=1, **QUIET)
     assert perfect.metrics() == {"topics/first/1100": 1.0}
     guess = topics(model_of(tokenizer, any_topic), tokenizer, [1100], trials=80, batch_size=1, **QUIET)
-    assert guess.chance == {"first": "1/5"} and abs(guess.by_length("first")[1100] - 0.2) < 4 * (0.16 / 80) ** 0.5
+    assert guess.rows[0].note == "chance 1/5" and abs(guess.by_length()[1100].score - 0.2) < 4 * (0.16 / 80) ** 0.5
     blind = topics(RuleModel(constant(9), len(tokenizer)), tokenizer, [1100], trials=2, **QUIET)
     assert blind.metrics() == {"topics/first/1100": 0.0}
 
 
 def test_topic_prompts(any_tokenizer):
-    for prompt in topic_prompts(any_tokenizer, [1200, 3000], trials=2):
+    for prompt in prompts_of(Topics, any_tokenizer, [1200, 3000], trials=2):
         text = any_tokenizer.decode(prompt.ids, skip_special_tokens=True)
         named = re.findall(r"Let us talk about (.+?)\.", text)
         assert len(prompt.ids) + prompt.budget == prompt.length and named[0] == prompt.expected[0]
@@ -145,7 +153,7 @@ def test_topic_prompts(any_tokenizer):
 
 @pytest.mark.parametrize(("length", "count"), [(400, 5), (1999, 5), (2400, 6), (28_000, 70), (10**6, 70)])
 def test_topics_by_length(length, count):
-    assert topics_of(length) == count
+    assert Topics().topics_of(length) == count
 
 
 def test_no_topic_stands_in_another():
@@ -164,35 +172,31 @@ def test_no_topic_stands_in_another():
     ],
 )
 def test_topic_rule_by_hand(answer, value):
-    assert topic_score("first", answer, ("honey bees",)) == value
+    assert Topics().score(answer, Prompt("first", [], 1, 1, None, ("honey bees",))) == value
 
 
 def test_results_survive_json_and_are_joined(tokenizer):
-    import json
-
     model = model_of(tokenizer, right_needle)
     parts = [needle(model, tokenizer, [n], trials=5, batch_size=1, **QUIET) for n in (400, 420)]
-    back = [RetrievalResult.from_dict(json.loads(json.dumps(part.to_dict()))) for part in parts]
+    back = [Result.from_dict(json.loads(json.dumps(part.to_dict()))) for part in parts]
     assert back == parts
-    joined = RetrievalResult.joined(back)
-    assert joined.lengths == [400, 420] and joined.chance["single"] == "0" and "…" in joined.chance["kv"]
-    assert "5 prompts a length and kind" in joined.definition and "chance 1/" in joined.definition
+    both = needle(model, tokenizer, [400, 420], trials=5, batch_size=1, **QUIET)
+    assert joined(back) == both and both.lengths == [400, 420] and both.kinds == ["single", "multi", "kv"]
+    assert "kv 400: chance 1/" in both.described and "kv 420: chance 1/" in both.described
 
 
 @pytest.mark.parametrize(
     ("measure", "arguments", "message"),
     [
-        (needle, {"lengths": []}, "lengths is empty"),
-        (needle, {"lengths": [400], "trials": 0}, "trials=0"),
-        (needle, {"lengths": [400], "trials": 3}, "depths has 5 values for trials=3"),
+        (needle, {"lengths": [400], "trials": 1, "depths": [0.1, 0.2]}, "trials=1"),
         (needle, {"lengths": [400], "depths": [2.0]}, r"depths=2.0 is outside"),
         (needle, {"lengths": [400], "depths": [-0.1]}, r"depths=-0.1 is outside"),
-        (needle, {"lengths": [400], "kinds": ["all"]}, "choose from single, multi, kv"),
-        (needle, {"lengths": [40]}, "length=40 is smaller than the single needle prompt, which takes"),
-        (needle, {"lengths": [40], "kinds": ["kv"]}, "length=40 is smaller than the kv needle prompt"),
-        (topics, {"lengths": [100]}, "length=100 is smaller than 5 topics take"),
-        (topics, {"lengths": [1000], "count": 1}, "count=1 topics"),
-        (topics, {"lengths": [90_000], "count": 99}, "count=99 topics: give 2 to"),
+        (needle, {"lengths": [400], "kinds": ["all"]}, "all"),
+        (needle, {"lengths": [40]}, "length=40"),
+        (needle, {"lengths": [40], "kinds": ["kv"]}, "length=40"),
+        (topics, {"lengths": [100]}, "length=100"),
+        (topics, {"lengths": [1000], "count": 1}, "count=1"),
+        (topics, {"lengths": [90_000], "count": 99}, "count=99"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_runs(tokenizer, measure, arguments, message):
@@ -201,14 +205,14 @@ def test_bad_input_is_refused_before_the_model_runs(tokenizer, measure, argument
 
 
 def test_pairs_are_asked_for_by_depth(tokenizer):
-    for prompt in needle_prompts(tokenizer, [600], ["kv"], [0.0, 0.25, 0.5, 1.0], trials=4):
+    for prompt in prompts_of(Needle, tokenizer, [600], kinds=["kv"], depths=[0.0, 0.25, 0.5, 1.0], trials=4):
         values = re.findall(r"has value (\d+)\.", tokenizer.decode(prompt.ids))
         assert values.index(prompt.expected[0]) == round(prompt.depth * (len(values) - 1)) and len(values) > 10
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 0.9])
 def test_four_numbers_are_spread_over_the_text_and_round_again(tokenizer, depth):
-    (prompt,) = needle_prompts(tokenizer, [2000], ["multi"], [depth], trials=1)
+    (prompt,) = prompts_of(Needle, tokenizer, [2000], kinds=["multi"], depths=[depth], trials=1)
     text = tokenizer.decode(prompt.ids)
     start, end = text.index("The grass"), text.rindex("What are the")
     found = sorted((m.start() - start) / (end - start) for m in re.finditer(r"The secret number of \w+ is", text))
@@ -218,16 +222,16 @@ def test_four_numbers_are_spread_over_the_text_and_round_again(tokenizer, depth)
 
 
 def test_numbers_have_all_their_digits(tokenizer):
-    for prompt in needle_prompts(tokenizer, [600], trials=25):
+    for prompt in prompts_of(Needle, tokenizer, [600], trials=25):
         assert {len(number) for number in prompt.expected} == {{"single": 7, "multi": 6, "kv": 5}[prompt.kind]}
         assert not any(number.startswith("0") for number in prompt.expected)
         numbers = re.findall(r"\d+", tokenizer.decode(prompt.ids))
         assert not any(number.startswith("0") for number in numbers)
 
 
-@pytest.mark.parametrize("make", [needle_prompts, topic_prompts])
-def test_the_seed_changes_the_prompts_and_nothing_else_does(tokenizer, make):
-    first, again, other = (make(tokenizer, [1000], trials=5, seed=seed) for seed in (0, 0, 1))
+@pytest.mark.parametrize("measure", [Needle, Topics])
+def test_the_seed_changes_the_prompts_and_nothing_else_does(tokenizer, measure):
+    first, again, other = (prompts_of(measure, tokenizer, [1000], trials=5, seed=seed) for seed in (0, 0, 1))
     assert [p.ids for p in first] == [p.ids for p in again]
     assert all(a.expected != b.expected for a, b in zip(first[:3], other[:3], strict=True))
     assert len({p.expected for p in first}) == len(first)
@@ -237,24 +241,33 @@ def test_figures_by_kind_length_and_depth_by_hand():
     scores = [("single", 400, 0.0, 1.0), ("single", 400, 0.5, 0.5), ("single", 800, 0.0, 0.0),
               ("single", 800, 0.0, 0.5), ("kv", 400, 0.0, 0.0), ("kv", 400, 0.5, 0.0), ("kv", 800, 0.0, 1.0),
               ("kv", 800, 0.5, 1.0)]  # fmt: skip
-    trials = tuple(RetrievalTrial(kind, n, depth, ("1",), "", score) for kind, n, depth, score in scores)
-    result = RetrievalResult("needle", trials, {}, {}, {}, "")
-    assert result.by_length("single") == {400: 0.75, 800: 0.25} and result.by_length("kv") == {400: 0.0, 800: 1.0}
-    assert result.cells("single") == {(400, 0.0): 1.0, (400, 0.5): 0.5, (800, 0.0): 0.25}
-    assert result.cells("kv") == {(400, 0.0): 0.0, (400, 0.5): 0.0, (800, 0.0): 1.0, (800, 0.5): 1.0}
+    result = Result("needle", "", tuple(Row(n, score, kind=kind, depth=depth) for kind, n, depth, score in scores))
+
+    def shown(rows):
+        return {cell: row.score for cell, row in rows.items()}
+
+    assert shown(result.by_length("single")) == {400: 0.75, 800: 0.25}
+    assert shown(result.by_length("kv")) == {400: 0.0, 800: 1.0}
+    assert shown(result.by_depth("single")) == {(400, 0.0): 1.0, (400, 0.5): 0.5, (800, 0.0): 0.25}
+    assert shown(result.by_depth("kv")) == {(400, 0.0): 0.0, (400, 0.5): 0.0, (800, 0.0): 1.0, (800, 0.5): 1.0}
+    assert result.by_length("single")[800].compared == (0.0, 0.5)
     assert (result.kinds, result.lengths) == (["single", "kv"], [400, 800])
+
+
+def test_fewer_trials_than_the_default_depths_are_as_many_needles(tokenizer):
+    assert [prompt.depth for prompt in prompts_of(Needle, tokenizer, [400], kinds=["kv"], trials=2)] == list(DEPTHS)
 
 
 def test_an_answer_has_all_its_tokens_and_ends_where_the_model_says(tokenizer):
     model = RuleModel(constant(9), len(tokenizer))
-    (prompt,) = needle_prompts(tokenizer, [400], ["single"], [0.5], trials=1)
+    (prompt,) = prompts_of(Needle, tokenizer, [400], kinds=["single"], depths=[0.5], trials=1)
     asked = {"kinds": ["single"], "depths": [0.5], "trials": 1, "batch_size": 1, **QUIET}
-    (trial,) = needle(model, tokenizer, [400], **asked).trials
-    assert trial.answer == tokenizer.decode([9] * prompt.budget) and len(model.forwards) == prompt.budget
+    (row,) = needle(model, tokenizer, [400], **asked).rows
+    assert row.details["answer"] == tokenizer.decode([9] * prompt.budget) and len(model.forwards) == prompt.budget
     # By its generation config, where the tokenizer knows of no end.
     model.generation_config.eos_token_id = [7, 9]
-    (trial,) = needle(model, tokenizer, [400], **asked).trials
-    assert trial.answer == ""
+    (row,) = needle(model, tokenizer, [400], **asked).rows
+    assert row.details["answer"] == ""
 
 
 def test_a_prompt_of_another_length_is_no_prompt():

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.evaluation import report as report_of
-from pose_plugin.evaluation.measures.gap import Gap, GapResult
-from pose_plugin.evaluation.measures.passkey import PasskeyResult, PasskeyTrial
-from pose_plugin.evaluation.measures.perplexity import Bucket, PerplexityResult, WindowPerplexity
-from pose_plugin.evaluation.results import ModelResult, Report
-from pose_plugin.evaluation.retrieval import RetrievalResult, RetrievalTrial
+from pose_plugin.evaluation.report import write
+from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 
 
 @pytest.fixture
@@ -27,18 +23,21 @@ def test_the_larger_version_reads_its_reports(script, tmp_path):
     names = ["base", *(f"base + {r} (RoPE only)" for r in ("linear", "yarn")),
              *(f"{r}, {how}" for r in ("linear", "yarn") for how in ("no skip", "PoSE"))]  # fmt: skip
     places = {name: tmp_path / name for name in ("gap", "loss-a", "loss-b", "passkey-8,16", "passkey-32", "topics")}
-    keys = {n: PasskeyResult((PasskeyTrial(n, 0.0, "1", "", n < 16),) * 3, None, 0, "") for n in (8, 16, 32)}
-    asked = [RetrievalTrial("first", 16384, 0.0, ("x",), "", s) for s in (1.0, 0.0, 0.0, 0.0)]
+
+    def keys(*lengths):
+        return Result("passkey", "", tuple(Row(n, float(n < 16)) for n in lengths for _ in range(3)))
+
     for what, place in places.items():
         loss = {"loss-a": 1.0, "loss-b": 3.0}.get(what, 0.0)
-        window = WindowPerplexity(32768, 9, 1, 9, 1.0, (Bucket(0, 4096, loss, 9), Bucket(28672, 32768, loss + 1, 9)))
-        measured = {
-            "gap": {"gap": GapResult({8192: Gap(8192, 9, 1.5, 9)}, 640, 256, 1)},
-            "loss": {"perplexity": PerplexityResult({32768: window}, True, 1, 0)},
-            "passkey": {"passkey": PasskeyResult.joined([keys[8], keys[16]]) if "8" in what else keys[32]},
-            "topics": {"topics": RetrievalResult("topics", tuple(asked), {"first": ""}, {"first": ""}, {}, "")},
+        parts = [(0, loss), (28672, loss + 1)]
+        buckets = [Row(32768, 9.0, view="position", details={"from": start, "loss": loss}) for start, loss in parts]
+        result = {
+            "gap": Result("gap", "", (Row(8192, 1.5),)),
+            "loss": Result("perplexity", "", (Row(32768, 2.7), *buckets)),
+            "passkey": keys(8, 16) if "8" in what else keys(32),
+            "topics": Result("topics", "", tuple(Row(16384, score, kind="first") for score in (1.0, 0.0, 0.0, 0.0))),
         }[what.partition("-")[0]]
-        report_of.write(Report([ModelResult(name, **measured) for name in names]), place)
+        write(Report([ModelResult(name, {result.measure: result}) for name in names]), place)
     (tmp_path / "pose-linear").mkdir()
     (tmp_path / "pose-linear" / "pose.json").write_text("{}")
     scale = script.replace(script.LARGER, texts=("a", "b"))
@@ -61,8 +60,8 @@ def test_the_larger_version_asks_for_what_there_is(script, tmp_path, monkeypatch
     from pose_plugin.cli import main as cli
 
     taken = []
-    monkeypatch.setattr(command, "run", lambda args: taken.append((command._tasks(args), args.lengths)) or 0)
+    monkeypatch.setattr(command, "run", lambda args: taken.append((args.tasks, args.lengths)) or 0)
     monkeypatch.setattr(script, "call", lambda line, log, shown: cli.main(line[3:]))
     script.judge(tmp_path, tmp_path, script.LARGER)
-    assert [tasks for tasks, _ in taken] == [["gap"], *([["perplexity"]] * 3), ["passkey"], ["passkey"], ["topics"]]
+    assert [tasks for tasks, _ in taken] == ["gap", *["perplexity"] * 3, "passkey", "passkey", "topics"]
     assert taken[-1][1] == "16384,65536"

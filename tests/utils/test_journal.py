@@ -7,6 +7,7 @@ import pytest
 
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.journal import Journal, digest
+from tests.forked import forked
 
 
 def test_rows_are_read_back_by_key(tmp_path):
@@ -32,6 +33,29 @@ def test_a_torn_line_swallows_neither_the_row_before_nor_the_one_after(tmp_path,
     journal.add("after")
     again = Journal(journal.path)
     assert list(again.rows) == ["before", "after"] and again.damaged == 1
+
+
+def until_full(path: Path) -> int:
+    """Files may not grow above 3000 bytes, as on a full disk."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    journal = Journal(path)
+    for n in range(9):
+        try:
+            journal.add(str(n), text="x" * 700)
+        except OSError:
+            return n
+    return 9
+
+
+def test_a_full_disk_loses_only_what_was_being_written(tmp_path):
+    assert forked(until_full, tmp_path / "rows.jsonl").value == 4
+    found = Journal(tmp_path / "rows.jsonl")
+    assert list(found.rows) == ["0", "1", "2", "3"]
+    # Once there is room, the torn line swallows nothing.
+    found.add("next")
+    assert list(Journal(found.path).rows) == ["0", "1", "2", "3", "next"]
 
 
 def write_rows(path: Path, name: str) -> None:

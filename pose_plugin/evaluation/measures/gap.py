@@ -1,4 +1,4 @@
-"""The gap probe: what does a model make of near tokens at far positions? Where RoPE fails, at one cost for all.
+"""The gap probe: what does a model make of near tokens at far positions? Where RoPE fails, at one cost for all lengths.
 
     positions   0 … 383 | 384 + gap … 639 + gap        the loss of the last 256 tokens, by gap
 
@@ -8,127 +8,89 @@ The text is short, so this says whether the rotations of far positions are under
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from tqdm.auto import tqdm
+import numpy as np
+from pydantic import Field, PrivateAttr
 
-from pose_plugin.attention import restart_boundaries
-from pose_plugin.evaluation.lengths import whole
-from pose_plugin.evaluation.losses import TokenLoss
-from pose_plugin.evaluation.measures.perplexity import tokenised
-from pose_plugin.evaluation.memory import fitting, in_batches
-from pose_plugin.evaluation.model import device_of, evaluating
+from pose_plugin.config import PositiveInt
+from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.measures.perplexity import tokenized
+from pose_plugin.evaluation.prompts import leading_ids
+from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 
 TOKENS, MOVED = 640, 256
 
 
-@dataclass(frozen=True)
-class Gap:
-    """One gap: mean loss in nats over `count` tokens; the farthest position is length - 1. `losses` are by piece."""
-
-    length: int
-    gap: int
-    loss: float
-    count: int
-    losses: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class GapResult:
-    """By the farthest position + 1. `tokens` is the text of one probe, its last `moved` are moved on."""
-
-    by_length: dict[int, Gap]
-    tokens: int
-    moved: int
-    windows: int
-
-    @property
-    def definition(self) -> str:
-        return (
-            f"Gap probe: {self.windows} pieces of {self.tokens} tokens, spread evenly over the texts; the last "
-            f"{self.moved} stand at positions moved on so that the farthest is `length` - 1, and their mean loss in "
-            f"nats is given. {self.tokens} is the same without a gap."
-        )
-
-    def metrics(self) -> dict[str, float]:
-        return {f"gap_loss/{n}": probe.loss for n, probe in self.by_length.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = {str(n): asdict(probe) for n, probe in self.by_length.items()}
-        shape = {"tokens": self.tokens, "moved": self.moved, "windows": self.windows}
-        return {"definition": self.definition, **shape, "by_length": rows}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> GapResult:
-        """The opposite of `to_dict`."""
-        rows = {int(n): Gap(**row | {"losses": tuple(row.get("losses", ()))}) for n, row in data["by_length"].items()}
-        return cls(rows, data["tokens"], data["moved"], data["windows"])
-
-
-def gap_probe(
-    model: Any,
-    tokenizer: Any,
-    texts: str | Sequence[str | Sequence[int]],
-    lengths: Sequence[int],
-    tokens: int | None = None,
-    max_windows: int = 8,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> GapResult:
-    """Measures the loss of near tokens at far positions. The piece without a gap is always measured too.
+def gap_probe(model: Any, tokenizer: Any, texts: str | Sequence[Any], lengths: Sequence[int], **options: Any) -> Result:
+    """Measure the loss of near tokens at far positions; `options` are the fields of `Gap`.
 
     Args:
         model: a causal language model with rotary positions.
         tokenizer: its tokenizer.
         texts: texts, or their token ids without special tokens.
-        lengths: farthest position + 1 of each probe; no memory of that many tokens is needed.
-        tokens: of one piece; default: 640, or the smallest length if that is less. Two fifths of it are moved.
-        max_windows: pieces measured.
-
-    Raises:
-        PoSEError: a length below `tokens`, no text of that many tokens, counts that cannot work.
+        lengths: farthest position + 1 of each probe; no memory for that many tokens is needed. The piece without a
+            gap is always measured too.
     """
-    if not whole(lengths):
-        raise PoSEError("lengths is empty; give the farthest positions in tokens, e.g. lengths=[8192, 32768]")
-    tokens = tokens or min(TOKENS, min(lengths))
-    if tokens < 10 or min(lengths) < tokens:
-        raise PoSEError(f"lengths={list(lengths)}: each must be at least the {max(tokens, 10)} tokens of a piece")
-    if max_windows < 1:
-        raise PoSEError(f"max_windows={max_windows} measures nothing; use at least 1")
-    moved = tokens * MOVED // TOKENS
-    used, begin, _ = tokenised(tokenizer, texts, [tokens])
-    own = tokens - len(begin)
-    pieces = [[*begin, *ids[at : at + own]] for ids in used for at in range(0, len(ids) - own + 1, own)]
-    if len(pieces) > max_windows:
-        pieces = [pieces[i * len(pieces) // max_windows] for i in range(max_windows)]
-    device = device_of(model)
-    batch = fitting(model, device, tokens, batch_size or max(1, 16384 // tokens)).batch
-    ends = sorted({tokens, *lengths})
-    results = {}
-    # Our rule, and a mask besides: by transformers' own rule the moved tokens would be another document.
-    with (
-        evaluating(model),
-        restart_boundaries(),
-        tqdm(total=len(ends) * len(pieces), desc="gap", unit="piece", disable=not progress) as bar,
-    ):
-        token_loss = TokenLoss(model)
-        for length in ends:
-            bar.set_postfix_str(f"to {length}")
-            positions = torch.arange(tokens, device=device)
-            positions[tokens - moved :] += length - tokens
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    return Gap(texts=texts, **options).measure(model, tokenizer, lengths)
 
-            def run(rows: Sequence[list[int]], places: torch.Tensor = positions) -> torch.Tensor:
-                ids = torch.tensor(rows, device=device)
-                given = {"position_ids": places.expand(len(rows), -1), "attention_mask": torch.ones_like(ids)}
-                return token_loss(ids, None, **given)[:, -moved:].double()
 
-            means: list[float] = []
-            for losses in in_batches(pieces, batch, run):
-                means += losses.mean(1).tolist()
-                bar.update(len(losses))
-            loss = sum(means) / len(means)
-            results[length] = Gap(length, length - tokens, loss, moved * len(means), tuple(means))
-    return GapResult(results, tokens, moved, len(pieces))
+class Gap(Measure):
+    """Loss of the last two fifths of a short piece, moved to far positions.
+
+    Attributes:
+        tokens: of one piece; default: 640, or the smallest length if that is less.
+    """
+
+    name: ClassVar[str] = "gap"
+    title: ClassVar[str] = "Gap probe: loss by farthest position"
+    label: ClassVar[str] = "loss of the moved tokens (nats)"
+    x_label: ClassVar[str] = "farthest position"
+    needs_texts: ClassVar[bool] = True
+
+    max_windows: PositiveInt = Field(8, description="pieces of text", json_schema_extra={"training": 10})
+    tokens: PositiveInt | None = None
+
+    _pieces: list[list[int]] = PrivateAttr([])
+    _size: int = 0
+
+    def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
+        super().prepare(tokenizer, lengths, windows)
+        self._size = size = self.tokens or min(TOKENS, self._lengths[0])
+        if size < 10 or self._lengths[0] < size:
+            raise PoSEError(f"lengths={self._lengths}: each must be at least the {max(size, 10)} tokens of a piece")
+        begin = leading_ids(self._tokenizer)
+        used, own = tokenized(self._tokenizer, self.texts, size, begin), size - len(begin)
+        pieces = [[*begin, *ids[at : at + own]] for ids in used for at in range(0, len(ids) - own + 1, own)]
+        if len(pieces) > self.max_windows:
+            pieces = [pieces[i * len(pieces) // self.max_windows] for i in range(self.max_windows)]
+        self._pieces = pieces
+
+    def pieces(self) -> list[int]:
+        return sorted({self._size, *self._lengths})
+
+    def work(self, length: int) -> Work:
+        return Work(self._size, len(self._pieces))
+
+    def run(self, model: Any, length: int) -> Result:
+        from pose_plugin.attention import restart_boundaries
+        from pose_plugin.evaluation.losses import losses_of
+
+        moved = self._size * MOVED // TOKENS
+        positions = np.arange(self._size)
+        positions[self._size - moved :] += length - self._size
+        # By transformers' rule for packed rows the moved tokens would be another document.
+        with restart_boundaries():
+            losses = losses_of(model, self._pieces, lambda _, row: float(row[-moved:].mean()), self, positions)
+        definition = (
+            f"Gap probe: {len(self._pieces)} pieces of {self._size} tokens, spread evenly over the texts. The last "
+            f"{moved} tokens are at positions moved on so that the farthest is `length` - 1; their mean loss in nats "
+            f"is given. {self._size} is the same without a gap."
+        )
+        row = Row(length, sum(losses) / len(losses), moved * len(losses), samples=tuple(losses))
+        return Result(self.name, definition, (row,), logged_as="gap_loss")
+
+    def depends(self) -> dict[str, Any]:
+        return {**super().depends(), "size": self._size}

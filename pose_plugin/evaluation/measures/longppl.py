@@ -5,244 +5,172 @@ that an evaluator model predicts much better with the whole text before it than 
 
     log P(x | all before) - log P(x | last K) > alpha     and     log P(x | all before) > beta
 
-LongPPL of a model is exp(mean loss of the key tokens), all before them given. Which tokens are key is the evaluator's
-say, the same for all models; so figures with different evaluators cannot be compared.
+LongPPL of a model is exp(mean loss of the key tokens), given everything before them. The evaluator alone decides which
+tokens are key, for all models; so figures with different evaluators cannot be compared.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from tqdm.auto import tqdm
+import numpy as np
+from pydantic import Field, PrivateAttr
 
-from pose_plugin.evaluation.losses import TokenLoss
-from pose_plugin.evaluation.measures.perplexity import token_ids, tokenised
-from pose_plugin.evaluation.memory import Fit, fitting, in_batches
-from pose_plugin.evaluation.model import device_of, evaluating
+from pose_plugin.config import PositiveInt
+from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.measures.perplexity import tokenized
+from pose_plugin.evaluation.prompts import leading_ids, token_ids
+from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
-
-ALPHA, BETA = 2.0, -2.0
-"""The paper's thresholds, in nats."""
-
-
-@dataclass(frozen=True)
-class KeyTokens:
-    """What an evaluator found in texts cut to `length` tokens.
-
-    Attributes:
-        evaluator: its name, for the definition.
-        length: tokens of each text, the begin-of-text token counted in.
-        short: K, the short context in tokens.
-        positions: for each text, the positions of its key tokens in the window.
-    """
-
-    evaluator: str
-    length: int
-    short: int
-    alpha: float
-    beta: float
-    positions: tuple[tuple[int, ...], ...]
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.positions))
-
-
-@dataclass(frozen=True)
-class LongPPL:
-    """One length: mean losses in nats over the key tokens and over all tokens beyond the short context.
-
-    `losses` are means over the key tokens of each text that has some.
-    """
-
-    length: int
-    loss: float
-    tokens: int
-    plain_loss: float
-    plain_tokens: int
-    losses: tuple[float, ...] = ()
-
-    @property
-    def longppl(self) -> float:
-        return math.exp(min(self.loss, 700))
-
-
-@dataclass(frozen=True)
-class LongPPLResult:
-    """The lengths of one model."""
-
-    by_length: dict[int, LongPPL]
-    evaluator: str
-    short: int
-    alpha: float
-    beta: float
-    texts: int
-
-    @property
-    def definition(self) -> str:
-        counts = ", ".join(f"{n}: {w.tokens} of {w.plain_tokens}" for n, w in self.by_length.items())
-        return (
-            f"LongPPL (arXiv 2410.23771): perplexity over key tokens of {self.texts} texts, each cut to `length` "
-            f"tokens. A token is key if the evaluator, {self.evaluator}, gives it a log-probability above "
-            f"{self.beta:g} with all before it, and gains more than {self.alpha:g} over the last {self.short} (to "
-            f"{short_window(self.short)}) tokens alone. Key tokens by length ({counts}). An evaluator that is one of "
-            "the models favours that model."
-        )
-
-    def metrics(self) -> dict[str, float]:
-        return {f"longppl/{n}": window.longppl for n, window in self.by_length.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = {str(n): {"longppl": w.longppl, **asdict(w)} for n, w in self.by_length.items()}
-        rest = {"evaluator": self.evaluator, "short": self.short, "alpha": self.alpha, "beta": self.beta}
-        return {"definition": self.definition, **rest, "texts": self.texts, "by_length": rows}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LongPPLResult:
-        """The opposite of `to_dict`."""
-        rows = {
-            int(n): LongPPL(**{k: v for k, v in w.items() if k != "longppl"} | {"losses": tuple(w.get("losses", ()))})
-            for n, w in data["by_length"].items()
-        }
-        return cls(rows, *(data[name] for name in ("evaluator", "short", "alpha", "beta", "texts")))
-
-    @classmethod
-    def joined(cls, parts: Sequence[LongPPLResult]) -> LongPPLResult:
-        """Results of single lengths as one."""
-        rows = {n: w for part in parts for n, w in part.by_length.items()}
-        first = parts[0]
-        return cls(dict(sorted(rows.items())), first.evaluator, first.short, first.alpha, first.beta, first.texts)
-
-
-def short_window(short: int) -> int:
-    """The most context in tokens that the short side gives: windows slide on by a quarter of K."""
-    return short + max(1, short // 4)
-
-
-def key_tokens(
-    evaluator: Any,
-    tokenizer: Any,
-    texts: str | Sequence[str | Sequence[int]],
-    length: int,
-    short: int,
-    name: str,
-    alpha: float = ALPHA,
-    beta: float = BETA,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> KeyTokens:
-    """Finds the key tokens of texts.
-
-    Args:
-        evaluator: a causal language model that can use `length` tokens.
-        tokenizer: its tokenizer; models to be measured must have the same.
-        texts: texts, or their token ids without special tokens; each is cut to its first `length` tokens.
-        length: of the long context in tokens, the begin-of-text token counted in.
-        short: K in tokens; the paper takes 4096. Each token gets K to 1.25 K tokens, as windows slide.
-        name: how the evaluator is called in definitions.
-        alpha: least gain in nats.
-        beta: least log-probability.
-
-    Raises:
-        PoSEError: no text of that length, `short` not below it, too little memory.
-    """
-    if not 1 <= short < length:
-        raise PoSEError(f"short={short} must be at least 1 and below length={length}: the gain of the rest is measured")
-    windows, begin = _windows(tokenizer, texts, length)
-    step = short_window(short) - short
-    device, positions = device_of(evaluator), []
-    whole, part = (_fit(evaluator, n, batch_size) for n in (length, short + step))
-    with evaluating(evaluator), tqdm(windows, desc="key tokens", unit="text", disable=not progress) as bar:
-        loss = TokenLoss(evaluator)
-        for window in bar:
-            (long,) = in_batches([window], 1, lambda row: loss(torch.tensor(row, device=device), whole.chunk)[0])
-            # Tokens short … length-1, step at a time, each group with the `short` tokens before it.
-            starts = range(len(begin) + short, length, step)
-            near = torch.empty(0)
-            for n in dict.fromkeys(min(step, length - start) for start in starts):
-                same = [start for start in starts if min(step, length - start) == n]
-                rows = [[*begin, *window[start - short : start + n]] for start in same]
-
-                def run(batch: Sequence[list[int]], n: int = n) -> torch.Tensor:
-                    return loss(torch.tensor(batch, device=device), part.chunk)[:, -n:]
-
-                near = torch.cat([near, *(found.flatten() for found in in_batches(rows, part.batch, run))])
-            far = long[len(begin) + short - 1 :]
-            key = (near - far > alpha) & (-far > beta)
-            positions.append(tuple(i + len(begin) + short for i in key.nonzero()[:, 0].tolist()))
-    return KeyTokens(name, length, short, alpha, beta, tuple(positions))
 
 
 def longppl(
-    model: Any,
-    tokenizer: Any,
-    texts: str | Sequence[str | Sequence[int]],
-    keys: KeyTokens,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> LongPPLResult:
-    """LongPPL of a model over the key tokens that `key_tokens` found in the same texts.
-
-    Raises:
-        PoSEError: other texts or another tokenizer than the keys were found with, no key token at all.
-    """
-    windows, begin = _windows(tokenizer, texts, keys.length)
-    if len(windows) != len(keys.positions):
-        raise PoSEError(f"{len(windows)} texts, but key tokens of {len(keys.positions)}; find them in the same texts")
-    if not keys.count:
-        raise PoSEError(
-            f"length={keys.length}: by {keys.evaluator} no token gains {keys.alpha:g} nats over the last {keys.short} "
-            "tokens, so LongPPL is not defined; give longer or more texts, an evaluator that uses its context, or a "
-            "smaller short context"
-        )
-    device, fit = device_of(model), _fit(model, keys.length, batch_size)
-    total = plain = 0.0
-    means: list[float] = []
-    beyond = keys.short + len(begin)
-
-    def run(batch: Sequence[list[int]]) -> torch.Tensor:
-        return loss(torch.tensor(batch, device=device), fit.chunk).double()
-
-    with evaluating(model), tqdm(total=len(windows), desc="LongPPL", unit="text", disable=not progress) as bar:
-        loss = TokenLoss(model)
-        rows = (row for batch in in_batches(windows, fit.batch, run) for row in batch)
-        for row, positions in zip(rows, keys.positions, strict=True):
-            # row[i] is the loss of the token at position i + 1.
-            key = row[torch.tensor(positions, dtype=torch.long) - 1]
-            total += float(key.sum())
-            means += [float(key.mean())] if positions else []
-            plain += float(row[beyond - 1 :].sum())
-            bar.update()
-    count = len(windows) * (keys.length - beyond)
-    window = LongPPL(keys.length, total / keys.count, keys.count, plain / count, count, tuple(means))
-    return LongPPLResult({keys.length: window}, keys.evaluator, keys.short, keys.alpha, keys.beta, len(windows))
-
-
-def require_same_tokens(evaluator: Any, tokenizer: Any, texts: Sequence[str], name: str, other: str) -> None:
-    """Checks that two tokenizers make the same tokens of the texts; what else they know (a pad token) does not matter.
+    model: Any, judge: Any, tokenizer: Any, texts: Sequence[Any], lengths: Sequence[int], **options: Any
+) -> Result:
+    """Measure LongPPL; `options` are the fields of `LongPPL`.
 
     Args:
-        evaluator: the evaluator's tokenizer, `name` its model.
-        tokenizer: that of `other`, the model to be measured.
-
-    Raises:
-        PoSEError: they do not.
+        model: a causal language model.
+        judge: the evaluator, a model that can use the lengths and has the same tokenizer.
+        tokenizer: of both.
+        texts: texts, or their token ids without special tokens; each is cut to its first `length` tokens.
+        lengths: of the long context in tokens, the begin-of-text token included.
     """
-    if token_ids(evaluator, texts) != token_ids(tokenizer, texts):
-        raise PoSEError(
-            f"longppl: {other} and the evaluator {name} have different tokenizers, so a key token of one is none of "
-            "the other; give an evaluator with the same tokenizer, or leave longppl out"
+    measure = LongPPL(texts=list(texts), **options)
+    measure.prepare(tokenizer, lengths)
+    measure.answers = {n: measure.ask(judge, n) for n in measure.pieces()}
+    return measure.measure(model, tokenizer, lengths)
+
+
+class LongPPL(Measure):
+    """Mean loss of key tokens. The answer of the evaluator is a list of positions in the window for each text.
+
+    Attributes:
+        alpha: least gain in nats; 2 in the paper.
+        beta: least log-probability in nats; -2 in the paper.
+    """
+
+    name: ClassVar[str] = "longppl"
+    title: ClassVar[str] = "LongPPL"
+    label: ClassVar[str] = "LongPPL"
+    needs_texts: ClassVar[bool] = True
+    needs_evaluator: ClassVar[bool] = True
+
+    evaluator: str | None = Field(
+        None,
+        description="the model (folder or hub name) that decides which tokens are key; the command: the last MODEL",
+    )
+    short_context: PositiveInt | None = Field(
+        None, description="K, the short context in tokens; default: the trained window"
+    )
+    max_tokens: PositiveInt | None = Field(None, description="tokens of each text, from its start; default: all")
+    alpha: float = 2.0
+    beta: float = -2.0
+
+    _ids: list[list[int]] = PrivateAttr([])
+    _begin: list[int] = PrivateAttr([])
+    _short: int = 0
+
+    def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
+        super().prepare(tokenizer, lengths, windows)
+        self._begin = leading_ids(self._tokenizer)
+        self._short = self.short_context or (windows or Windows()).trained or self._lengths[0]
+        self._lengths = [n for n in self._lengths if n > self._short]
+        if not self._lengths:
+            raise PoSEError(
+                f"longppl compares with the last short_context={self._short} tokens, and no length of {list(lengths)} "
+                "is longer; give longer lengths, or a smaller short_context"
+            )
+        self._ids = [token_ids(self._tokenizer, text) if isinstance(text, str) else list(text) for text in self.texts]
+        for n in self._lengths:
+            self._documents(n)
+
+    def pieces(self) -> list[int]:
+        return [n for n in self._lengths if self.answers is None or n in self.answers]
+
+    def work(self, length: int) -> Work:
+        return Work(length, len(self._documents(length)))
+
+    def ask(self, evaluator: Any, length: int) -> list[list[int]]:
+        """Return the positions of the key tokens of each text.
+
+        Raises:
+            PoSEError: there are none.
+        """
+        from pose_plugin.evaluation.losses import losses_of
+
+        windows, first = self._documents(length), self._first
+        far: list[np.ndarray] = losses_of(evaluator, windows, lambda _, row: row[first - 1 :], self)
+        near = [np.empty(length - first, np.float64) for _ in windows]
+        # Tokens first … length-1, `step` at a time, each group with the K tokens before it.
+        step = self._step
+        starts = [(i, start) for i in range(len(windows)) for start in range(first, length, step)]
+        for size in dict.fromkeys(min(step, length - start) for _, start in starts):
+            same = [(i, start) for i, start in starts if min(step, length - start) == size]
+            rows = [[*self._begin, *windows[i][start - self._short : start + size]] for i, start in same]
+            found: list[np.ndarray] = losses_of(evaluator, rows, functools.partial(_last, size), self)
+            for (i, start), losses in zip(same, found, strict=True):
+                near[i][start - first : start - first + size] = losses
+        keys = [
+            (np.flatnonzero((n - f > self.alpha) & (-f > self.beta)) + first).tolist()
+            for n, f in zip(near, far, strict=True)
+        ]
+        if not any(keys):
+            raise PoSEError(
+                f"length={length}: no token gains {self.alpha:g} nats over the last short_context={self._short} "
+                "tokens, so LongPPL is not defined; give longer or more texts, an evaluator that uses its context, or "
+                "a smaller short_context"
+            )
+        return keys
+
+    def run(self, model: Any, length: int) -> Result:
+        from pose_plugin.evaluation.losses import losses_of
+
+        windows, keys = self._documents(length), (self.answers or {})[length]
+        if len(windows) != len(keys):
+            raise PoSEError(f"{len(windows)} texts, but key tokens of {len(keys)}; ask the evaluator about these texts")
+
+        def sums(i: int, row: np.ndarray) -> tuple[float, float]:
+            # row[p - 1] is the loss of the token at position p.
+            return float(row[np.array(keys[i], int) - 1].sum()), float(row[self._first - 1 :].sum())
+
+        found = losses_of(model, windows, sums, self)
+        count, all_tokens = sum(map(len, keys)), len(windows) * (length - self._first)
+        loss, plain = (sum(column) / n for column, n in zip(zip(*found, strict=True), (count, all_tokens), strict=True))
+        means = tuple(key / len(own) for (key, _), own in zip(found, keys, strict=True) if own)
+        note = f"{count} of {all_tokens} tokens are key"
+        details = {"loss": loss, "plain_loss": plain, "plain_tokens": all_tokens}
+        row = Row(length, math.exp(min(loss, 700)), count, samples=means, note=note, details=details)
+        return Result(self.name, self._definition(len(windows)), (row,))
+
+    @property
+    def _first(self) -> int:
+        """The first position that is compared."""
+        return self._short + len(self._begin)
+
+    @property
+    def _step(self) -> int:
+        """The windows of the short side slide on by a quarter of K, so each token has K to 1.25 K before it."""
+        return max(1, self._short // 4)
+
+    def _documents(self, length: int) -> list[list[int]]:
+        used = tokenized(self._tokenizer, self._ids, length, self._begin, self.max_tokens)
+        return [[*self._begin, *ids[: length - len(self._begin)]] for ids in used]
+
+    def _definition(self, texts: int) -> str:
+        return (
+            f"LongPPL (arXiv 2410.23771): perplexity over key tokens of {texts} texts, each cut to `length` tokens. A "
+            f"token is key if the evaluator, {self.evaluator}, gives it a log-probability above {self.beta:g} "
+            f"with all before it, and gains more than {self.alpha:g} over the last {self._short} (to "
+            f"{self._short + self._step}) tokens alone. An evaluator that is one of the models favours that model."
         )
 
-
-def _windows(tokenizer: Any, texts: Any, length: int) -> tuple[list[list[int]], list[int]]:
-    used, begin, _ = tokenised(tokenizer, texts, [length])
-    return [[*begin, *ids[: length - len(begin)]] for ids in used], begin
+    def depends(self) -> dict[str, Any]:
+        return {**super().depends(), "short": self._short}
 
 
-def _fit(model: Any, length: int, batch_size: int | None) -> Fit:
-    return fitting(model, device_of(model), length, batch_size or max(1, 16384 // length))
+def _last(count: int, number: int, losses: np.ndarray) -> np.ndarray:
+    return losses[-count:]

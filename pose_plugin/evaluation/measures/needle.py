@@ -4,7 +4,7 @@
     multi    four numbers for the same place, spread over the text; asked for all of them
     kv       the haystack is a list of pairs, all alike; asked for the value of one key (Liu et al. 2023)
 
-The texts are ours, so figures are not those of RULER; they compare models with each other. RULER's own tasks run
+The texts are made here, so scores are not those of RULER; they compare models with each other. RULER's own tasks run
 through `pose-plugin evaluate --harness`.
 """
 
@@ -13,50 +13,28 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from pose_plugin.evaluation.prompts import PasskeyBuilder
-from pose_plugin.evaluation.retrieval import Prompt, RetrievalResult, ask, require_counts
+from pydantic import Field
+
+from pose_plugin.evaluation.measure import Windows
+from pose_plugin.evaluation.prompts import Haystack, require_room
+from pose_plugin.evaluation.results import Result
+from pose_plugin.evaluation.retrieval import Prompt, Retrieval, require_depths
 from pose_plugin.utils.errors import PoSEError
 
-KINDS = ("single", "multi", "kv")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEEDLES = 4
 """Numbers that `multi` hides."""
+MOST_PAIRS = 40_000
+"""Five-digit keys and values are distinct numbers, and there are 90,000 of them."""
 
-PLACES = [
-    "Avignon",
-    "Bergen",
-    "Cardiff",
-    "Dakar",
-    "Edmonton",
-    "Florence",
-    "Granada",
-    "Hanover",
-    "Innsbruck",
-    "Jakarta",
-    "Kyoto",
-    "Lisbon",
-    "Marseille",
-    "Nairobi",
-    "Odense",
-    "Palermo",
-    "Quito",
-    "Riga",
-    "Salzburg",
-    "Tallinn",
-    "Utrecht",
-    "Verona",
-    "Winnipeg",
-    "Yerevan",
-    "Zagreb",
-]
+PLACES = (
+    "Avignon", "Bergen", "Cardiff", "Dakar", "Edmonton", "Florence", "Granada", "Hanover", "Innsbruck", "Jakarta",
+    "Kyoto", "Lisbon", "Marseille", "Nairobi", "Odense", "Palermo", "Quito", "Riga", "Salzburg", "Tallinn", "Utrecht",
+    "Verona", "Winnipeg", "Yerevan", "Zagreb",
+)  # fmt: skip
 DIGITS = {"single": 7, "multi": 6, "kv": 5}
-RULES = {
-    "single": "1 if the first run of digits is the number",
-    "multi": f"the share of the {NEEDLES} numbers among the first {NEEDLES} runs of digits",
-    "kv": "1 if the first run of digits is the value of the key asked for",
-}
 INTRO = {
     "single": "Somewhere in the text below stands a secret number. Remember it; you will be asked for it.",
     "multi": "Somewhere in the text below stand several secret numbers. Remember them all; you will be asked for them.",
@@ -64,102 +42,80 @@ INTRO = {
 }
 
 
-def needle(
-    model: Any,
-    tokenizer: Any,
-    lengths: Sequence[int],
-    kinds: Sequence[str] = KINDS,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 10,
-    seed: int = 0,
-    batch_size: int | None = None,
-    progress: bool = True,
-    filler_text: str | None = None,
-) -> RetrievalResult:
-    """Measures retrieval by length and depth. Prompts depend on the seed alone, so every model gets the same ones.
+def needle(model: Any, tokenizer: Any, lengths: Sequence[int], **options: Any) -> Result:
+    """Measure retrieval by length and depth; `options` are the fields of `Needle`.
 
-    Positions are plain, mode and random state of the model are as before afterwards.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        lengths: in tokens, prompt plus answer.
-        kinds: of "single", "multi", "kv".
-        depths: of the needle; the trials of a length and kind are shared out among them.
-        trials: prompts at each length and of each kind.
-        seed: of numbers and places.
-        batch_size: prompts in one forward; default: about 16k tokens.
-        progress: whether to show a progress bar.
-        filler_text: a real text to hide needles in, instead of the passkey task's grass and sky; not for kv.
-
-    Raises:
-        PoSEError: an unknown kind, a length the text around the needle does not fit in, counts that cannot work.
+    Example:
+        >>> needle(model, tokenizer, [2048], kinds=["single"], trials=10).by_depth()[2048, 0.5].score
+        1.0
     """
-    prompts = needle_prompts(tokenizer, lengths, kinds, depths, trials, seed, filler_text)
-    done = ask(model, tokenizer, prompts, score, "needle", batch_size, progress)
-    examples: dict[str, str] = {}
-    for prompt in prompts:
-        examples.setdefault(prompt.kind, PasskeyBuilder(tokenizer).tokenizer.decode(prompt.ids))
-    pairs = NeedleBuilder(tokenizer, filler_text)
-    chance = {
-        "single": "0",
-        "multi": "0",
-        "kv": " … ".join(f"1/{count}" for count in dict.fromkeys(map(pairs.pairs, sorted(set(lengths))))),
-    } if "kv" in kinds else dict.fromkeys(kinds, "0")  # fmt: skip
-    where = "hidden in grass and sky" if filler_text is None else "hidden in a real text"
-    shown = ", ".join(f"{depth:g}" for depth in depths)
-    setting = f"{where} (kv: among other pairs), depths {shown}, seed {seed}"
-    rules = {kind: RULES[kind] for kind in kinds}
-    return RetrievalResult("needle", tuple(done), rules, {k: chance[k] for k in kinds}, examples, setting)
+    return Needle(**options).measure(model, tokenizer, lengths)
 
 
-def needle_prompts(
-    tokenizer: Any,
-    lengths: Sequence[int],
-    kinds: Sequence[str] = KINDS,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 10,
-    seed: int = 0,
-    filler_text: str | None = None,
-) -> list[Prompt]:
-    """The prompts of `needle`; the arguments and what is raised are the same."""
-    require_counts(lengths, trials, depths)
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise PoSEError(f"kinds={list(kinds)}: choose from {', '.join(KINDS)}")
-    builder = NeedleBuilder(tokenizer, filler_text)
-    return [
-        builder.prompt(kind, length, depths[trial % len(depths)], random.Random(f"{seed}/{kind}/{length}/{trial}"))
-        for kind in kinds
-        for length in sorted(set(lengths))
-        for trial in range(trials)
-    ]
+class Needle(Retrieval):
+    """Numbers hidden in a text, or among pairs of numbers."""
 
+    name: ClassVar[str] = "needle"
+    title: ClassVar[str] = "Needle, {kind}: mean score"
+    label: ClassVar[str] = "needles found"
+    depth_label: ClassVar[str] = "depth of the needle"
+    rules: ClassVar[dict[str, str]] = {
+        "single": "1 if the first run of digits is the number",
+        "multi": f"the share of the {NEEDLES} numbers among the first {NEEDLES} runs of digits",
+        "kv": "1 if the first run of digits is the value of the key asked for",
+    }
 
-def score(kind: str, answer: str, expected: tuple[str, ...]) -> float:
-    """The rule of each kind, see RULES."""
-    runs = re.findall("[0-9]+", answer)[: len(expected)]
-    return len(set(runs) & set(expected)) / len(expected)
+    kinds: list[str] = Field(list(rules), description="kinds of needles")
+    depths: list[float] | None = Field(None, description="depths of the needle; default: 0,0.25,0.5,0.75,1")
 
+    _haystack: Any = None
+    _per_pair: float = 0.0
 
-class NeedleBuilder:
-    """Builds prompts of an exact token length for one tokenizer; keeps what it has tokenised.
+    def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
+        unknown = [kind for kind in self.kinds if kind not in self.rules]
+        if unknown or not self.kinds:
+            raise PoSEError(f"kinds={self.kinds}: choose from {', '.join(self.rules)}")
+        if self.depths is None:
+            # Each of the default depths gets at least one prompt.
+            self.trials = max(self.trials, len(DEPTHS))
+        else:
+            require_depths(self.depths, self.trials)
+        self._haystack, self._per_pair = Haystack(tokenizer, self.filler), 0.0
+        super().prepare(tokenizer, lengths, windows)
 
-    Args:
-        tokenizer: a transformers tokenizer (or a processor that holds one).
-        filler_text: see `needle`.
-    """
+    def asked(self) -> Sequence[str]:
+        return self.kinds
 
-    def __init__(self, tokenizer: Any, filler_text: str | None = None) -> None:
-        # Its way to tokenise piece by piece makes the length exact.
-        self._text = PasskeyBuilder(tokenizer, filler_text=filler_text)
-        self._per_pair = 0.0
+    def prompts(self, length: int) -> list[Prompt]:
+        depths = self.depths or DEPTHS
+        return [
+            self.prompt(
+                kind, length, depths[trial % len(depths)], random.Random(f"{self.seed}/{kind}/{length}/{trial}")
+            )
+            for kind in self.kinds
+            for trial in range(self.trials)
+        ]
+
+    def score(self, answer: str, prompt: Prompt) -> float:
+        """Numbers count in any order; for one number that is the first run of digits."""
+        runs = re.findall("[0-9]+", answer)[: len(prompt.expected)]
+        return len(set(runs) & set(prompt.expected)) / len(prompt.expected)
+
+    def setting(self) -> str:
+        where = "grass and sky" if self.filler is None else "a real text"
+        shown = ", ".join(f"{depth:g}" for depth in self.depths or DEPTHS)
+        return f"hidden in {where} (kv: among other pairs), depths {shown}"
+
+    def chance(self, prompt: Prompt) -> str:
+        """Among pairs, a blind guess takes any of the values."""
+        pairs = self._tokenizer.decode(prompt.ids).count("Key ") - 1  # the question begins with one
+        return f"1/{pairs}" if prompt.kind == "kv" else ""
 
     def prompt(self, kind: str, length: int, depth: float, rng: random.Random) -> Prompt:
-        """One prompt; with its answer it is exactly `length` tokens.
+        """Return one prompt; with its answer it is exactly `length` tokens.
 
         Raises:
-            PoSEError: a length below what the text around the needle takes (which is named).
+            PoSEError: a length below what the text around the needle takes.
         """
         if kind == "kv":
             return self._pairs_prompt(length, depth, rng)
@@ -167,78 +123,53 @@ class NeedleBuilder:
         place, numbers = rng.choice(PLACES), _numbers(rng, count, DIGITS[kind])
         # Spread evenly from the depth asked for, and round again from the start.
         depths = sorted([depth, *((depth + i / count) % 1 for i in range(1, count))])
-        facts = [self._line(f"The secret number of {place} is {number}.") for number in numbers]
+        facts = [self._haystack.line(f"The secret number of {place} is {number}.") for number in numbers]
         asked, verb = (
             (f"secret number of {place}", "is") if count == 1 else (f"{count} secret numbers of {place}", "are")
         )
         head, tail = self._around(kind, f"What {verb} the {asked}? The {asked} {verb}")
-        budget = self._budget(kind)
-        room = length - budget - len(head) - len(tail) - sum(map(len, facts))
-        self._require_room(kind, length, room)
-        filler = self._text._filler_ids(room)[:room]
-        ids, before = list(head), 0
-        for at, fact in zip(depths, facts, strict=True):
-            ids += filler[before : round(at * room)] + fact
-            before = round(at * room)
-        return Prompt(kind, ids + filler[before:] + tail, budget, length, depth, tuple(numbers))
-
-    def pairs(self, length: int) -> int:
-        """How many pairs a kv prompt of `length` tokens has, about: keys differ in their tokens."""
-        prompt = self._pairs_prompt(length, 0.0, random.Random(0))
-        return self._text.tokenizer.decode(prompt.ids).count("Key ")
+        room = length - _budget(kind) - len(head) - len(tail) - sum(map(len, facts))
+        require_room(f"{kind} needle prompt", length, room)
+        hidden = self._haystack.hide(list(zip(depths, facts, strict=True)), room)
+        return Prompt(kind, head + hidden + tail, _budget(kind), length, depth, tuple(numbers))
 
     def _pairs_prompt(self, length: int, depth: float, rng: random.Random) -> Prompt:
-        budget = self._budget("kv")
+        budget = _budget("kv")
         state = rng.getstate()
-        count, shrunk = max(1, min(40_000, int((length - budget) / (self._per_pair or 8)))), False
+        count, shrunk = max(1, min(MOST_PAIRS, int((length - budget) / (self._per_pair or 8)))), False
         while True:
             rng.setstate(state)
             numbers = _numbers(rng, 2 * count, DIGITS["kv"])
             keys, values = numbers[:count], numbers[count:]
             asked = round(depth * (count - 1))
-            lines = self._line("\n".join(f"Key {k} has value {v}." for k, v in zip(keys, values, strict=True)))
+            pairs = "\n".join(f"Key {k} has value {v}." for k, v in zip(keys, values, strict=True))
+            lines = self._haystack.line(pairs)
             head, tail = self._around("kv", f"What is the value of key {keys[asked]}? Key {keys[asked]} has value")
             room = length - budget - len(head) - len(tail) - len(lines)
             self._per_pair = len(lines) / count
-            # Towards the count that fits, at last only downwards, so it ends.
             step = int(room / self._per_pair)
+            # Towards the count that fits. Once it has shrunk it only shrinks, so the loop ends.
             if room < 0:
                 if count == 1:
-                    self._require_room("kv", length, room)
+                    require_room("kv needle prompt", length, room)
                 count, shrunk = max(1, count + min(step, -1)), True
-            elif step > 2 and count < 40_000 and not shrunk:
-                count = min(40_000, count + step - 1)
+            elif step > 2 and count < MOST_PAIRS and not shrunk:
+                count = min(MOST_PAIRS, count + step - 1)
             else:
                 break
-        filler = self._text._filler_ids(room)[:room]
+        filler = self._haystack.filler(room)
         return Prompt("kv", head + filler + lines + tail, budget, length, depth, (values[asked],))
 
     def _around(self, kind: str, question: str) -> tuple[list[int], list[int]]:
-        text = self._text
-        head = [*self._begin(), *text._piece(INTRO[kind]), *text._newline]
-        return head, [*text._newline, *text._piece(question)]
+        hay = self._haystack
+        return [*hay.begin, *hay.piece(INTRO[kind]), *hay.newline], [*hay.newline, *hay.piece(question)]
 
-    def _begin(self) -> list[int]:
-        from pose_plugin.evaluation.prompts import leading_ids
 
-        return leading_ids(self._text.tokenizer)
-
-    def _line(self, text: str) -> list[int]:
-        newline = self._text._newline
-        return [*newline, *self._text._piece(text), *newline]
-
-    def _budget(self, kind: str) -> int:
-        """A token a digit is the most that any tokenizer takes; around a number are a space and a comma or a word."""
-        return (NEEDLES if kind == "multi" else 1) * (DIGITS[kind] + 3)
-
-    def _require_room(self, kind: str, length: int, room: int) -> None:
-        if room < 0:
-            raise PoSEError(
-                f"length={length} is smaller than the {kind} needle prompt, which takes {length - room} tokens with "
-                f"this tokenizer; use a length of at least {length - room}"
-            )
+def _budget(kind: str) -> int:
+    """Return the tokens of an answer: at most one per digit, and around a number a space and a comma or a word."""
+    return (NEEDLES if kind == "multi" else 1) * (DIGITS[kind] + 3)
 
 
 def _numbers(rng: random.Random, count: int, digits: int) -> list[str]:
-    """Distinct numbers of exactly `digits` digits."""
+    """Return distinct numbers of exactly `digits` digits."""
     return [str(n) for n in rng.sample(range(10 ** (digits - 1), 10**digits), count)]

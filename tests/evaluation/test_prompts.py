@@ -2,14 +2,13 @@ import random
 
 import pytest
 
-from pose_plugin.evaluation.measures.passkey import (
-    PasskeyBuilder,
-    PasskeyTemplate,
-    build_document,
-    build_prompt,
-    random_key,
-)
+from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate, random_key
 from pose_plugin.utils.errors import PoSEError
+
+
+def build_document(tokenizer, *arguments):
+    return PasskeyBuilder(tokenizer).document(*arguments)
+
 
 LENGTHS = [180, 181, 182, 190, 233, 256, 777, 1024, 2048]
 
@@ -21,7 +20,6 @@ def test_prompt_and_answer_are_exactly_length_tokens(any_tokenizer, length, dept
     assert len(document.input_ids) == length
     assert document.prompt + document.answer == document.input_ids
     assert any_tokenizer.decode(document.answer).strip() == "12345"
-    assert build_prompt(any_tokenizer, length, depth, "12345") == document.prompt
 
 
 def test_text_reads_as_the_template(any_tokenizer):
@@ -47,7 +45,7 @@ def test_depth_is_the_share_of_filler_before_the_key(tokenizer):
 
 def test_begin_token_where_the_tokenizer_puts_one(tokenizers_by_name):
     with_bos = tokenizers_by_name["with BOS"]
-    ids = build_prompt(with_bos, 300, 0.5, "12345")
+    ids = build_document(with_bos, 300, 0.5, "12345").prompt
     assert ids[0] == with_bos.bos_token_id and ids.count(with_bos.bos_token_id) == 1
 
 
@@ -64,20 +62,20 @@ def test_pieces_read_as_in_one_text(any_tokenizer):
 
 def test_real_text_as_filler(tokenizer):
     text = " ".join(f"word{i}" for i in range(2000))
-    builder = PasskeyBuilder(tokenizer, filler_text=text)
+    builder = PasskeyBuilder(tokenizer, filler=text)
     first = builder.document(300, 0.5, "12345", start=0.0)
     last = builder.document(300, 0.5, "12345", start=1.0)
     assert len(first.input_ids) == len(last.input_ids) == 300
     assert first.text.split("\n")[1].startswith("word0 word1 word2 ")
     assert last.text.split("\n")[3].rstrip().endswith("word1999") or "word1999" in last.text
     assert "grass" not in first.text
-    short = PasskeyBuilder(tokenizer, filler_text="Too short.").document(300, 0.5, "12345")
+    short = PasskeyBuilder(tokenizer, filler="Too short.").document(300, 0.5, "12345")
     assert len(short.input_ids) == 300 and short.text.count("Too short.") > 3
 
 
 def test_a_builder_gives_the_same_whatever_it_built_before(tokenizer):
     text = " ".join(f"word{i}" for i in range(100))
-    used, fresh = (PasskeyBuilder(tokenizer, filler_text=text) for _ in range(2))
+    used, fresh = (PasskeyBuilder(tokenizer, filler=text) for _ in range(2))
     used.document(2000, 0.5, "12345")
     assert used.document(300, 0.3, "12345", start=0.5) == fresh.document(300, 0.3, "12345", start=0.5)
 
@@ -86,15 +84,15 @@ def test_too_short_a_length_names_the_minimum(any_tokenizer):
     least = PasskeyBuilder(any_tokenizer).fixed_tokens()
     assert len(build_document(any_tokenizer, least, 0.5, "12345").input_ids) == least
     with pytest.raises(PoSEError, match=f"length={least - 1} is smaller .* at least {least}"):
-        build_prompt(any_tokenizer, least - 1, 0.5, "12345")
+        build_document(any_tokenizer, least - 1, 0.5, "12345")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda t: build_prompt(t, 300, 1.5, "12345"), "depth=1.5 is outside"),
-        (lambda t: PasskeyBuilder(t, filler_text="  "), "filler_text is empty"),
-        (lambda t: PasskeyTemplate(filler=""), "filler is empty"),
+        (lambda t: build_document(t, 300, 1.5, "12345"), "depth=1.5 is outside"),
+        (lambda t: PasskeyBuilder(t, filler="  "), "filler is empty"),
+        (lambda t: PasskeyBuilder(t, PasskeyTemplate(filler="")), "filler is empty"),
         (lambda t: PasskeyTemplate(key_sentence="no key"), "key_sentence='no key' has no {key}"),
     ],
 )
