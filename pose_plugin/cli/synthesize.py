@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
@@ -82,7 +83,15 @@ def run(args: argparse.Namespace) -> int:
     print(describe(Plan(items, settings), found, items, answers, settings), flush=True)
     if args.plan:
         return 0
-    return _report(run_items(items, found, settings, tokenizer, progress=not args.quiet), settings)
+    try:
+        result = run_items(items, found, settings, tokenizer, progress=not args.quiet)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise PoSEError(
+            f"--output {settings.output}: the disk is full; free some space and run the same command again"
+        ) from None
+    return _report(result, settings)
 
 
 def load_tokenizer(name: str) -> Any:

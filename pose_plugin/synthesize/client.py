@@ -102,8 +102,14 @@ class Client:
         """
         try:
             return await self._usable(request)
+        except GivenUpError:
+            raise
         except StopError as error:
             self.stop(str(error))
+            raise
+        except BaseException:
+            # E.g. a full disk: no further answer could be stored, so none may be paid for.
+            self.stop("an unexpected error")
             raise
         finally:
             self._show()

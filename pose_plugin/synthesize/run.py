@@ -121,7 +121,7 @@ async def _make_all(items: list[Item], settings: Settings, client: Client, serve
             except StopError:
                 continue
             except BaseException:
-                # An error of this program: other workers must not go on paying for answers that will not be written.
+                # Other workers must not go on paying for answers that will not be written.
                 client.stop("an unexpected error")
                 raise
             for sentence in made.given_up:
@@ -159,9 +159,10 @@ class _Interrupts:
         self._restore()
 
     def _once(self) -> None:
-        log.warning("interrupted: waiting for requests in flight, which will be billed; interrupt again to end at once")
         self._client.stop("interrupted")
+        # Before the message, or an interrupt that follows it at once would be lost.
         self._restore()
+        log.warning("interrupted: waiting for requests in flight, which will be billed; interrupt again to end at once")
 
     def _restore(self) -> None:
         for number in self._handled:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    HttpUrl,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from pose_plugin.utils.errors import PoSEError
 
@@ -180,13 +188,10 @@ def _sentence(item: Any) -> str:
 def check_address(name: str, url: str) -> None:
     """Raise PoSEError if `url` is not the address of a server."""
     try:
-        parts = urlsplit(url)
-        # `port` raises if it is not a number in range.
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", url)
-    except ValueError:
-        good = False
-    if not good:
-        raise PoSEError(f"{name} {without_password(url)!r} is not an address; write e.g. http://localhost:8000/v1")
+        TypeAdapter(HttpUrl).validate_python(url)
+    except ValidationError:
+        address = without_password(url)
+        raise PoSEError(f"{name} {address!r} is not an address; write e.g. http://localhost:8000/v1") from None
 
 
 def without_password(url: str) -> str:

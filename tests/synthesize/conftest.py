@@ -1,4 +1,4 @@
-"""The place that runs begin from."""
+"""Folders with documents and a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_book(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="package")
 def nothing_of_the_user():
-    """No test depends on, or sends, a key of whoever runs it, or goes through a proxy."""
+    """Hide keys and proxies of the environment: no test may use or send them."""
     proxies = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", *proxies, *map(str.upper, proxies)):

@@ -1,4 +1,4 @@
-"""What the test server and the proxy share: a free port, a thread for each request, and a log of what arrived."""
+"""The base of the test server and the proxy: a free port, a thread per request, and a log of requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 def held_port() -> socket.socket:
-    """A port of 127.0.0.1 that no other program is given while this is open. Connections to it are refused.
+    """Reserve a port of 127.0.0.1 while this is open. Connections to it are refused.
 
     A server that reuses addresses, as most do, may listen there all the same (on Linux).
     """
@@ -42,7 +42,7 @@ def held_port() -> socket.socket:
 
 
 class Listening:
-    """Listens on this machine while it is entered; `handle` runs in a thread of each request.
+    """A server on this machine, as a context manager. `handle` runs in one thread per request.
 
     Attributes:
         url: of this, up to /v1.
@@ -53,7 +53,7 @@ class Listening:
         self.log: list[Seen] = []
         self.open = True
         self.lock = threading.Lock()
-        # Or the port of a server that went away might be another's by the time that a client comes back.
+        # Keep the port reserved: another program might get it before a client reconnects.
         self._held = held_port()
         self._http = ThreadingHTTPServer(self._held.getsockname(), type("Handler", (Client,), {"owner": self}))
         self._http.daemon_threads = True
@@ -66,7 +66,7 @@ class Listening:
         self._held.close()
 
     def stop(self) -> None:
-        """No connection is taken any more; answers that are being given are given."""
+        """Accept no further connection. Answers in progress are completed."""
         self.open = False
         self._http.shutdown()
         self._http.server_close()
@@ -76,7 +76,7 @@ class Listening:
 
 
 class Client(BaseHTTPRequestHandler):
-    """The connection to whoever asks."""
+    """The connection to one client."""
 
     owner: Listening
     protocol_version = "HTTP/1.1"
@@ -95,7 +95,7 @@ class Client(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def send(self, status: int, data: bytes, headers: dict[str, str] | None = None, length: int | None = None) -> None:
-        """Sends an answer; one shorter than its `length` ends the connection."""
+        """Send an answer. One that is shorter than `length` ends the connection."""
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)

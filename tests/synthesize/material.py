@@ -15,7 +15,7 @@ SUBJECTS = ("whale", "ship", "harbour", "storm", "captain", "sail", "anchor", "i
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte: a document's length in tokens is its length in bytes."""
+    """Return a tokenizer with one token per byte, so that lengths in tokens are lengths in bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,7 +34,7 @@ def byte_tokenizer() -> Any:
 
 
 def story(seed: int, length: int) -> str:
-    """Paragraphs with numbers in them, so that no sentence occurs twice."""
+    """Return paragraphs with random numbers, so that no sentence occurs twice."""
     draw = random.Random(seed)
     parts, size = [], 0
     while size < length:

@@ -1,4 +1,4 @@
-"""The command as a process of its own, to be killed."""
+"""Run the command as a separate process that can be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real HTTP proxy that does to requests and answers what a script of faults says; it stands before any server.
+"""A real HTTP proxy in front of any server, with a script of faults for requests and answers.
 
 What it lets through, the server behind it has worked for: that is the bill, and it is counted here, outside of the
 process that pays.
@@ -90,15 +90,15 @@ class Proxy(Listening):
     _released: bool = False
 
     def release(self) -> None:
-        """Lets go what is held."""
+        """Send the answers that are held."""
         self._released, self.hold_after = True, None
 
     def answered(self) -> list[str]:
-        """Keys of requests whose answers arrived whole."""
+        """Return the keys of requests whose answers arrived completely."""
         return [seen.key for seen in self.log if seen.answered]
 
     def wait_for(self) -> Callable[[Coroutine[Any, Any, Any], float], Coroutine[Any, Any, Any]]:
-        """asyncio.wait_for with a limit that passes for a slow request and for no other, however busy the machine is.
+        """Return an asyncio.wait_for that times out for slow requests only, however busy the machine is.
 
         One request at a time.
         """
@@ -178,16 +178,16 @@ class Proxy(Listening):
                 reply = json.loads(data)
                 CHANGES[seen.fault](reply)
                 data = json.dumps(reply).encode()
-            # Before the last byte: whoever reads it may look here at once.
+            # Before the last byte, because a test may check this as soon as it arrives.
             seen.answered = status == 200
             client.send(status, data, {"Content-Type": kind})
 
     def _wait(self, client: Client) -> bool:
-        """Until `release`, which is True, or until the client or this proxy is gone."""
+        """Wait until `release` (returns True), or until the client or this proxy is gone."""
         readable = select.poll()
         readable.register(client.connection, select.POLLIN)
         while self.open and not self._released:
-            # Readable without a further request: it has hung up.
+            # Readable without a further request: the client has closed the connection.
             if readable.poll(0) and not client.connection.recv(1, socket.MSG_PEEK):
                 return False
             time.sleep(0.02)
@@ -196,6 +196,6 @@ class Proxy(Listening):
 
 @contextmanager
 def faulty(faults: dict[int, str] | None = None, **script: Any) -> Iterator[Proxy]:
-    """A proxy before the test server."""
+    """Start a proxy in front of the test server."""
     with Server() as server, Proxy(server.url, faults or {}, **script) as proxy:
         yield proxy

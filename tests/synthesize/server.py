@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks OpenAI's protocol and answers from what it is asked; for faults see proxy.py."""
+"""A real HTTP server with OpenAI's protocol that answers from the prompt. For faults see proxy.py."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def documents_of(prompt: str) -> list[str]:
 
 
 def ends(text: str) -> tuple[str, str]:
-    """Its first words and its last."""
+    """Return the first and the last words of a text."""
     return text[:60].rsplit(maxsplit=1)[0], text[-60:].split(maxsplit=1)[-1]
 
 
 def write_answer(prompt: str) -> str:
-    """What a good model would write, in form: quotes are really from the documents."""
+    """Return what a good model would write, with quotes from the documents."""
     texts = documents_of(prompt)
     wanted = re.search(r"Write (\d+) questions", prompt)
     if wanted:

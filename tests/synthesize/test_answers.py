@@ -1,4 +1,4 @@
-"""What a model writes is read leniently and believed hardly; waits, budgets and prompts by themselves."""
+"""Parsing of answers; and prompts, rate limit and budget on their own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_whole_questions_of_a_broken_answer_are_kept(tmp_path, content):
     turns, dropped = questions_from(content, 5, shown, settings)
     assert [(turn.question, turn.answer) for turn in turns] == [("Who?", "The {whale}."), ("What?", "The {whale}.")]
     assert dropped == {"rest of an answer that was cut off or broken": 1}
-    # Nothing of a draft, and of what has no whole question the reason is told.
+    # No question is taken from a draft. The error gives the reason if there is no complete question.
     with pytest.raises(UnusableError):
         questions_from(f"<think>{content}", 5, shown, settings)
     with pytest.raises(UnusableError, match="its JSON is broken or cut off"):
@@ -106,7 +106,7 @@ CUT = '{"questions": [{"question": "Who?", "answer": "The whale.", "quotes": ["T
 
 
 def test_a_question_that_was_cut_off_in_its_quotes_is_kept(tmp_path):
-    """They stand last, and small models run on in them: question and answer are whole by then."""
+    """Quotes come last, and small models repeat themselves in them. Question and answer are complete by then."""
     ((question,), whole) = parse_questions(CUT)
     assert (question.answer, question.quotes, whole) == ("The whale.", ["The whale came up at dawn"], False)
     for length in range(len(CUT)):
@@ -142,7 +142,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("around", ["{}", "Here:\n```json\n{}\n```\nDone."])
-def test_shapes_of_an_answer_in_good_faith(shape, around):
+def test_accepted_forms_of_an_answer(shape, around):
     questions, whole = parse_questions(around.replace("{}", json.dumps(SHAPES[shape])))
     assert whole and [(each.question, each.answer) for each in questions] == [("When?", "1871")]
     assert questions[0].quotes == {"one quote": ONE["quotes"][:1], "none": []}.get(shape, ONE["quotes"])
@@ -159,7 +159,7 @@ def test_line_breaks_in_strings_are_read():
 
 
 def strict(schema: dict) -> None:
-    """What servers with strict schemas demand of every object."""
+    """Assert what servers with strict schemas demand of every object."""
     if schema.get("type") == "object":
         assert schema["additionalProperties"] is False
         assert set(schema["required"]) == set(schema["properties"])
@@ -178,7 +178,7 @@ def test_more_quotes_than_the_schema_allows_are_taken():
 
 
 def test_changed_prompts_have_a_new_version():
-    """Answers to other words must not be taken for answers to these: raise VERSION, then write both here."""
+    """Answers to other prompts must not be reused. After a change raise VERSION, then write both here."""
     assert (prompts.VERSION, prompts.fingerprint()[:12]) == ("1", "9871024f36c1")
 
 
@@ -202,13 +202,13 @@ def test_pace_spaces_tokens():
     assert Pace().delay(0.0, 10**9) == 0.0
 
 
-def test_budget_counts_what_is_on_its_way():
+def test_budget_counts_requests_in_flight():
     ledger = Ledger(price_input=1e6, price_output=1e6, budget=100)
     first = ledger.reserve(20, 10)
     assert ledger.reserve(60, 10) is None
     second = ledger.reserve(20, 10)
     ledger.settle(first, 30, 5, estimate=20)
-    # 35 are spent and 35 reserved, and this server counts half as many again as we do: 15 and 10 fit, 20 and 10 do not.
+    # 35 are spent and 35 reserved, and this server counts 1.5 times our tokens: 12 and 10 fit, 20 and 1 do not.
     assert ledger.margin == 1.5
     assert ledger.reserve(20, 1) is None and ledger.reserve(12, 10) is not None
     ledger.settle(second)

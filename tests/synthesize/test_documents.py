@@ -1,4 +1,4 @@
-"""What is read, what is left out and why, what goes to which task, and every input that cannot work."""
+"""Reading, filtering and assigning documents, and input that cannot work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_kind_of_file(tmp_path, tokenizer):
     assert len(found.files) == 4 and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in found.files.values())
 
 
-def test_what_is_no_text_is_counted(tmp_path, tokenizer):
+def test_files_and_rows_without_text_are_counted(tmp_path, tokenizer):
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / ".hidden").write_bytes(b"")
     rows = [{"text": None}, {"text": story(1, 900)}]
@@ -90,12 +90,12 @@ def test_filters(tmp_path, tokenizer):
     assert "another language" not in both.dropped and len(both.long) == 2
 
 
-def test_long_ones_may_be_shorter_than_the_short_ones_bound(tmp_path, tokenizer):
+def test_min_tokens_may_be_below_min_short(tmp_path, tokenizer):
     (tmp_path / "text.txt").write_text(story(1, 50))
     assert len(collect(settings(tmp_path, min_tokens=40), tokenizer).long) == 1
 
 
-def test_longer_ones_are_split_on_request(tmp_path, tokenizer):
+def test_longer_documents_are_split(tmp_path, tokenizer):
     (tmp_path / "huge.txt").write_text(story(3, 10000))
     found = collect(settings(tmp_path, longer="split"), tokenizer)
     assert [document.part for document in found.long] == [0, 1, 2]
@@ -105,7 +105,7 @@ def test_longer_ones_are_split_on_request(tmp_path, tokenizer):
 
 
 REPEATING = {
-    # One long document, and how many pieces of it say something new.
+    # One long document, and how many of its pieces are new.
     "sentence": ("The whale came up at dawn. " * 800, 1),
     "chapters": (story(1, 4000) * 4, 1),
     "counted": ("".join(f"Day {number}: the whale came up at dawn.\n" for number in range(500)), 5),
@@ -151,14 +151,13 @@ def test_sketches_estimate_the_share_of_runs(share):
 
 
 def test_sketches_are_the_same_in_every_process():
-    """A run that goes on finds the same copies, or it would ask about others, and pay again."""
+    """A resumed run must find the same copies, or it would ask about other documents and pay again."""
     found = sketch("The whale came up at dawn, and nobody saw it.")
     assert found.hashvalues[:3].tolist() == [206986355, 990753968, 1508868552]
     assert (found.hashvalues == sketch("the WHALE came up\nat dawn, and  nobody saw it.").hashvalues).all()
 
 
-def test_what_all_texts_share_makes_no_copies():
-    """A licence that is in every text."""
+def test_texts_with_a_common_licence_are_not_copies():
     seen = Copies()
     licence = story(0, 300)
     assert not any(seen.like(f"{licence} {story(number, 900)}") for number in range(1, 9))
@@ -234,7 +233,7 @@ def test_rows_beyond_the_window_are_dropped_and_counted(place, tmp_path, capsys)
     with Server(write=lambda prompt: long_answers(prompt) if "book" not in prompt else "") as server:
         line = arguments(place, tmp_path, server.url, "--tasks", "multi", "--max-tokens", "3500")
         line[line.index("--window") + 1] = "6100"
-        # No row at all is no success.
+        # A run without rows has failed.
         assert main(line) == 1
     assert "there is no row" in capsys.readouterr().err
     found = manifest(tmp_path)
@@ -377,7 +376,7 @@ def test_lines_that_cannot_work(place, tmp_path, capsys, change):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_key_is_wanted_where_there_is_no_own_server(place, tmp_path, capsys):
+def test_a_key_is_required_without_base_url(place, tmp_path, capsys):
     line = arguments(place, tmp_path / "out", "http://x")
     del line[line.index("--base-url") : line.index("--base-url") + 2]
     assert main(line) == 2
@@ -400,14 +399,14 @@ def test_variables_that_cannot_work(place, tmp_path, capsys, monkeypatch, name, 
     assert message in err and "sk-" not in err
 
 
-def test_rows_from_elsewhere_are_not_written_over(place, tmp_path, capsys):
+def test_rows_of_other_programs_are_not_overwritten(place, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("mine")
     assert main([*arguments(place, tmp_path, "http://127.0.0.1:9/v1"), "--accept-changes"]) == 2
     assert "has a train.jsonl but no manifest.json" in capsys.readouterr().err
     assert (tmp_path / "train.jsonl").read_text() == "mine"
 
 
-def test_what_this_command_writes_is_no_document(tmp_path, tokenizer):
+def test_output_files_are_not_read_as_documents(tmp_path, tokenizer):
     """--output in a folder of documents, or that folder itself, and the same command again."""
     (tmp_path / "text.txt").write_text(story(1, 900))
     for output in (tmp_path, tmp_path / "data"):
@@ -420,7 +419,7 @@ def test_what_this_command_writes_is_no_document(tmp_path, tokenizer):
             (output / name).unlink()
 
 
-def test_no_more_is_asked_than_was_planned(tmp_path, tokenizer):
+def test_requests_do_not_exceed_the_plan(tmp_path, tokenizer):
     """Pieces end with paragraphs: there are more of them than would fill the document."""
     text = "\n\n".join(" ".join(story(number, 350).split()) for number in range(4))
     (tmp_path / "text.txt").write_text(text)
@@ -444,7 +443,7 @@ def test_output_that_is_a_file(place, tmp_path, capsys):
     assert "is a file; name a folder" in capsys.readouterr().err
 
 
-def test_a_plan_asks_nothing_and_says_what_it_would_cost(place, tmp_path, capsys):
+def test_a_plan_sends_nothing_and_prints_the_cost(place, tmp_path, capsys):
     prices = ("--price-input", "2", "--price-output", "8", "--budget", "0.1")
     with Server() as server:
         line = arguments(place, tmp_path / "out", server.url, "--tasks", "single=1,multi=1,biography", *prices)

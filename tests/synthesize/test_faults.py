@@ -1,4 +1,4 @@
-"""A server that fails in every way that servers do; nothing is lost, nothing is paid twice, and every end is told."""
+"""Servers that fail in many ways: no answer is lost or paid for twice, and each run ends with a clear message."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_one_fault_costs_nothing_but_time(one_book, tmp_path, monkeypatch, fault):
+def test_one_fault_is_repeated(one_book, tmp_path, monkeypatch, fault):
     with faulty({1: fault}) as proxy:
         line = arguments(one_book, tmp_path, proxy.url, "--timeout", "60")
         if fault == "slow":
-            # A busy machine may need longer than any short limit for an answer that nothing is wrong with.
+            # On a busy machine, a good answer may take longer than any short limit.
             monkeypatch.setattr(asyncio, "wait_for", proxy.wait_for())
             line += ["--concurrency", "1"]
         assert main(line) == 0
@@ -54,9 +54,9 @@ def test_one_fault_costs_nothing_but_time(one_book, tmp_path, monkeypatch, fault
             assert "".join(counted).startswith(expected)
         assert found["asked"] == len(proxy.log) == 5 + (0 if fault == "no usage" else 1)
         assert found["repeated"] == len(proxy.log) - 5 - bool(PASSING[fault][1])
-        # The server has worked for what was spoilt on its way back, and for nothing that was refused.
+        # The server worked for answers that were spoilt on their way back, but not for refused requests.
         assert len(proxy.forwarded) == len(proxy.log) - (fault == "slow" or fault.startswith(REFUSALS))
-        # What was answered and usable was asked for once.
+        # Each answered request was sent once.
         assert len(set(proxy.answered())) == len(proxy.answered())
 
 
@@ -74,8 +74,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_answers_are_counted_and_spoil_no_folder(one_book, tmp_path, fault):
-    """They were paid for, so they are kept; tokens that cannot be are estimated, or the budget would not hold."""
+def test_malformed_answers_are_counted_and_do_not_break_the_folder(one_book, tmp_path, fault):
+    """They were paid for, so they are kept. Impossible token counts are estimated, or the budget would not hold."""
     prices = ("--price-input", "1", "--price-output", "1", "--budget", "1", "--tries", "1")
     with faulty(fault_for=lambda body: fault) as proxy:
         line = arguments(one_book, tmp_path, proxy.url, *prices)
@@ -97,7 +97,7 @@ def _everywhere(reply):
 
 
 @pytest.mark.parametrize("fault", ["key everywhere", f"500 |{KEY}", f"400 |{' '.join(KEY)}", "html"])
-def test_a_key_that_the_server_repeats_is_written_nowhere(one_book, tmp_path, capsys, monkeypatch, fault):
+def test_a_key_that_the_server_repeats_is_not_written(one_book, tmp_path, capsys, monkeypatch, fault):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setitem(CHANGES, "key everywhere", _everywhere)
     monkeypatch.setattr(proxies, "PAGE", f"<html>Authorization: Bearer {KEY}</html>".encode())
@@ -138,7 +138,7 @@ def test_a_limit_ends_a_request(tmp_path, limit):
         assert proxy.forwarded == []
 
 
-def test_a_wished_wait_is_kept(one_book, tmp_path):
+def test_retry_after_is_respected(one_book, tmp_path):
     """The openai client's own wait would be 0.5 s at most."""
     with faulty({0: "429 |slow down"}, retry_after="1") as proxy:
         assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 0
@@ -166,7 +166,7 @@ def test_a_wished_wait_is_kept(one_book, tmp_path):
         ({0: "422 |body, seed: Extra inputs are not permitted"}, {"seed_sent": False}),
     ],
 )
-def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expected):
+def test_parameters_that_a_server_refuses_are_left_out(one_book, tmp_path, faults, expected):
     with faulty(faults) as proxy:
         assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 0
         assert len(proxy.log) == 5 + len(faults)
@@ -183,7 +183,7 @@ def test_what_a_server_cannot_take_is_left_out(one_book, tmp_path, faults, expec
     assert ("seed" in last) is found["server"]["seed_sent"]
 
 
-def test_an_insisted_format_is_not_given_up(one_book, tmp_path, capsys):
+def test_a_fixed_answer_format_is_not_changed(one_book, tmp_path, capsys):
     with faulty(fault_for=lambda body: "400 |response_format json_schema is not supported") as proxy:
         code = main(arguments(one_book, tmp_path, proxy.url, "--answer-format", "schema"))
     assert code == 1
@@ -191,7 +191,7 @@ def test_an_insisted_format_is_not_given_up(one_book, tmp_path, capsys):
     assert "400: response_format json_schema is not supported" in manifest(tmp_path)["given_up"][0]
 
 
-def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, tmp_path, capsys):
+def test_a_request_that_never_succeeds_is_left_out(place, tmp_path, capsys):
     victim = (place / "books" / "book0.txt").read_text()[:200]
 
     def fault(body):
@@ -210,7 +210,7 @@ def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, t
         assert "given up: 1 requests; the same command repeats" in out.out
         assert len(lines(tmp_path / "train.jsonl")) == 3
         assert manifest(tmp_path)["state"] == "finished"
-        # The server is well again: only the one that is missing is asked for.
+        # The server works again: only the missing request is sent.
         proxy.fault_for = lambda body: ""
         before = len(proxy.log)
         assert whole_book_asked() == 0
@@ -218,14 +218,14 @@ def test_a_request_that_never_succeeds_is_left_out_and_the_others_go_on(place, t
     assert len(lines(tmp_path / "train.jsonl")) == 4
 
 
-def test_unusable_answers_are_paid_and_not_paid_again(one_book, tmp_path, capsys):
+def test_unusable_answers_are_not_paid_for_again(one_book, tmp_path, capsys):
     with Server(write=lambda prompt: "I would rather not.") as server:
         line = arguments(one_book, tmp_path, server.url, "--tasks", "multi")
         assert main(line) == 1
         assert "no usable answer in 3 tries (--tries), last: it holds no JSON object" in capsys.readouterr().err
         assert main(line) == 1
         assert len(server.log) == 3
-        # Each asks anew: the reason is added, and another seed drawn.
+        # Each try adds the reason, and has another seed.
         texts = [seen.body["messages"][0]["content"] for seen in server.log]
         assert "An earlier answer could not be used: it holds no JSON object" in texts[1]
         assert [seen.body["seed"] for seen in server.log] == [0, 1, 2]
@@ -246,7 +246,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("fault", STOPS)
-def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monkeypatch, fault):
+def test_errors_that_no_repeat_can_fix_stop_the_run(one_book, tmp_path, capsys, monkeypatch, fault):
     monkeypatch.setenv("OPENAI_API_KEY", "sekret-key")
     with faulty(fault_for=lambda body: fault) as proxy:
         # The openai client repeats a 429, whatever its code.
@@ -264,7 +264,7 @@ def test_what_no_repeat_can_mend_stops_the_run(one_book, tmp_path, capsys, monke
     assert "sekret-key" not in written
 
 
-def test_a_key_that_is_refused_on_the_way(one_book, tmp_path, capsys):
+def test_a_key_that_is_revoked_during_the_run(one_book, tmp_path, capsys):
     with faulty({2: "401 |revoked"}) as proxy:
         assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1")) == 1
         assert len(proxy.log) == 3
@@ -272,8 +272,8 @@ def test_a_key_that_is_refused_on_the_way(one_book, tmp_path, capsys):
     assert manifest(tmp_path)["requests"]["answers_in_journal"] == 2
 
 
-def test_a_server_that_takes_no_request(place, tmp_path, capsys):
-    """Thousands of documents would be refused one by one; what to change is said."""
+def test_a_server_that_refuses_every_request(place, tmp_path, capsys):
+    """The run stops instead of sending thousands, and the error says what to change."""
     said = "This model's maximum context length is 4096 tokens"
     with faulty(fault_for=lambda body: f"400 |{said}") as proxy:
         assert main(arguments(place, tmp_path, proxy.url, "--concurrency", "1")) == 1
@@ -283,7 +283,7 @@ def test_a_server_that_takes_no_request(place, tmp_path, capsys):
     assert "--answer-tokens, --chunk-tokens or --request-tokens" in err
 
 
-def test_texts_that_are_refused_each_time_do_not_keep_a_resumed_run_from_the_others(place, tmp_path):
+def test_refused_texts_do_not_stop_a_resumed_run(place, tmp_path):
     with faulty({1: "401 |revoked"}) as proxy:
         assert main(arguments(place, tmp_path, proxy.url, "--concurrency", "1")) == 1
     with faulty(dict.fromkeys(range(8), "400 |not this text")) as proxy:
@@ -293,8 +293,8 @@ def test_texts_that_are_refused_each_time_do_not_keep_a_resumed_run_from_the_oth
     assert manifest(tmp_path)["requests"]["answers_in_journal"] == 12
 
 
-def test_a_server_that_is_not_there(one_book, tmp_path, capsys):
-    """Five requests, all at once: the first that has no try left stops them all."""
+def test_no_server_at_the_address(one_book, tmp_path, capsys):
+    """Of five requests at once, the first that has no repeat left stops all."""
     with held_port() as port:
         url = "http://{}:{}/v1".format(*port.getsockname())
         assert main(arguments(one_book, tmp_path, url, "--retries", "1")) == 1
@@ -305,7 +305,7 @@ def test_a_server_that_is_not_there(one_book, tmp_path, capsys):
     assert manifest(tmp_path)["unfinished"] == 1
 
 
-def test_a_server_that_is_gone(place, tmp_path, capsys):
+def test_a_server_that_closes_every_connection(place, tmp_path, capsys):
     with faulty(fault_for=lambda body: "hang up") as proxy:
         assert main(arguments(place, tmp_path, proxy.url, "--retries", "1")) == 1
         assert len(proxy.log) < 2 * 20
@@ -314,7 +314,7 @@ def test_a_server_that_is_gone(place, tmp_path, capsys):
     assert manifest(tmp_path)["requests"]["answers_in_journal"] == 0
 
 
-def test_a_server_that_went_away_is_no_wrong_address(one_book, tmp_path, capsys):
+def test_a_server_that_stops_during_the_run(one_book, tmp_path, capsys):
     with Server() as server:
         line = arguments(one_book, tmp_path, server.url, "--retries", "0", "--concurrency", "1")
 
@@ -332,13 +332,13 @@ def test_a_server_that_went_away_is_no_wrong_address(one_book, tmp_path, capsys)
     assert len(lines(tmp_path / "train.jsonl")) == 1
 
 
-def test_a_very_long_wait_is_left_to_the_user(one_book, tmp_path, capsys):
+def test_a_long_retry_after_is_reported(one_book, tmp_path, capsys):
     with faulty(fault_for=lambda body: "429 |tomorrow", retry_after="86400") as proxy:
         assert main(arguments(one_book, tmp_path, proxy.url, "--concurrency", "1", "--retries", "0")) == 1
     assert "429: tomorrow; it asks to wait 86400 s" in capsys.readouterr().err
 
 
-def test_concurrency_is_kept(place, tmp_path):
+def test_concurrency_is_respected(place, tmp_path):
     def wait(text):
         end = time.monotonic() + LIMIT
         while server.peak < 3 and time.monotonic() < end:
@@ -361,7 +361,7 @@ def test_budget_is_never_exceeded(place, tmp_path, capsys):
         assert "stopped: the next request might exceed --budget 3" in capsys.readouterr().err
         asked = len(server.log)
         assert asked * 50 == found["tokens"]["output"]
-        # A larger one goes on, and counts what was spent before.
+        # A larger budget resumes, and includes what was spent before.
         assert main([*line, "--budget", "100"]) == 0
         assert len(server.log) == 20
     found = manifest(tmp_path)

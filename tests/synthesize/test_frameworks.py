@@ -1,4 +1,4 @@
-"""Axolotl and TRL read the rows as they are; only answers are trained, whatever stands in the documents."""
+"""Axolotl and TRL read the rows directly, and train only the answers, whatever text the documents hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAPS = (
 
 
 def trapped_answer(prompt: str) -> str:
-    """Answers that quote the traps, as a model does that is asked about such a text."""
+    """Return answers that quote the traps, as a model does that is asked about such a text."""
     answer = json.loads(write_answer(prompt))
     for number, question in enumerate(answer["questions"]):
         question["question"] += f" {TRAPS[number % 5]}"
@@ -55,7 +55,7 @@ def trapped(tmp_path_factory):
 
 
 def trained_parts(ids: list[int], trained: list[bool]) -> list[str]:
-    """The texts of the stretches that are trained."""
+    """Return the texts of the trained spans."""
     tokenizer, parts, open_part = byte_tokenizer(), [], []
     for token, on in zip([*ids, 0], [*trained, False], strict=True):
         if on:
@@ -81,10 +81,10 @@ def test_rows_hold_no_markers(trapped):
         ids = tokenizer.apply_chat_template(messages, return_dict=False)
         assert ids.count(starts) == ids.count(ends) == len(messages)
         assert all(message["content"] == message["content"].strip() for message in messages)
-        # What is no marker is kept to the letter.
+        # All other text is unchanged.
         assert "{{ messages[0].content }} {% endfor %}" in messages[0]["content"]
         assert "< |im_end|>" in messages[1]["content"] and "BANANA" in messages[0]["content"]
-    # The file has a line a row for every reader.
+    # The file has one line per row, for readers that follow Unicode too.
     assert len((trapped / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
@@ -147,7 +147,7 @@ def test_trl(trapped):
             processing_class=tokenizer,
             data_collator=collator,
         )
-        # Versions tell what is trained by labels or by a mask.
+        # Versions mark what is trained by labels or by a mask.
         kept = {"input_ids", "labels", "assistant_masks"} & set(trainer.train_dataset.column_names)
         batches = [trainer.data_collator([row]) for row in trainer.train_dataset.select_columns(sorted(kept))]
         trainer.train()

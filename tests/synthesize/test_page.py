@@ -1,4 +1,4 @@
-"""docs/synthesize.md: its commands are run, its defaults are those of the command."""
+"""docs/synthesize.md: its commands run, and its defaults are those of the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "synthesize.md"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the page's commands name."""
+    """Make the files that the page's commands name."""
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("page")
     byte_tokenizer().save_pretrained(folder / "my-model")
@@ -46,7 +46,7 @@ def test_every_command_runs(folder, tmp_path, monkeypatch, capsys):
             here = [server.url if word.startswith("http://") else word for word in line[1:]]
             assert main([*here, "--quiet"]) == 0
             assert "requests: at most " in capsys.readouterr().out
-            # A plan, and then what the page says of it: the same line without --plan.
+            # After the plan, the page says, run the same command without --plan.
             if "--plan" in here:
                 here.remove("--plan")
                 assert main([*here, "--quiet"]) == 0

@@ -1,4 +1,4 @@
-"""A quote must be in the text, whatever a copyist in good faith changes; what is kept is the text's own span."""
+"""Quotes must be in the text, except for changes that a faithful copy may have."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ UNTRUE = [
 
 
 @pytest.mark.parametrize("quote", HONEST)
-def test_what_a_copyist_changes(quote):
+def test_faithful_copies(quote):
     (span,) = Finder([SOURCE]).any([quote])
     assert SOURCE[span.start : span.end] == HONEST[quote]
 
 
 @pytest.mark.parametrize("quote", UNTRUE)
-def test_what_makes_a_quote_untrue(quote):
+def test_wrong_quotes(quote):
     assert Finder([SOURCE]).any([quote]) == []
 
 
@@ -81,7 +81,7 @@ def test_what_makes_a_quote_untrue(quote):
 )
 def test_a_quote_has_whole_words_and_numbers(text, quote):
     assert Finder([text]).any([quote]) == []
-    # The same further on, where it is true.
+    # A correct occurrence later in the text is found.
     true = f"{text} In truth: {quote}."
     assert [true[span.start : span.end] for span in Finder([true]).any([quote])] == [quote]
 
@@ -100,17 +100,17 @@ def test_footnotes_may_be_left_out(quote):
         ("In 1871 … carried the lamp up", ["In 1871", "carried the lamp\nup"]),
         ("ADA ... carried the lamp [...] of stairs", ["Ada", "carried the lamp", "of stairs"]),
         ("... carried the lamp up. . .", ["carried the lamp\nup"]),
-        # In another order, with a part that is invented, and of names alone.
+        # In another order, with an invented part, and names only.
         ("carried the lamp up ... in 1871", []),
         ("carried the lamp up ... and fell asleep", []),
         ("Ada ... lamp ... stairs", []),
     ],
 )
-def test_words_that_were_left_out(quote, parts):
+def test_dots_for_words(quote, parts):
     assert [SOURCE[span.start : span.end] for span in Finder([SOURCE]).any([quote])] == parts
 
 
-def test_parts_of_a_quote_stand_near_each_other():
+def test_parts_of_a_quote_must_be_close():
     text = "It began when the whale came up. " + "Nothing happened. " * 100 + "It ended when the ship went down."
     assert Finder([text]).any(["the whale came up ... the ship went down"]) == []
     assert (
@@ -119,11 +119,11 @@ def test_parts_of_a_quote_stand_near_each_other():
     )
 
 
-def test_a_text_with_dots_of_its_own_is_quoted_whole():
+def test_dots_in_the_text_itself():
     assert Finder(["He paused ... and then he went on."]).any(["paused... and then he went"]) == [Span(0, 3, 30)]
 
 
-def test_a_piece_is_placed_in_its_document():
+def test_places_of_a_piece_are_those_in_its_document():
     text = "Before it. The whale came up at dawn."
     (span,) = Finder([text[11:]], [11]).any(["the whale came up"])
     assert text[span.start : span.end] == "The whale came up"
@@ -139,11 +139,11 @@ def test_a_piece_is_placed_in_its_document():
 def test_quotes_in_scripts_without_capitals(quote):
     assert len(Finder([f"{quote}。"]).any([quote])) == 1
     assert not Finder([f"{quote}。"]).any([quote[:7]])
-    # Lines are broken anywhere there.
+    # These scripts break lines anywhere.
     assert len(Finder([f"{quote[:5]}\n{quote[5:]}。"]).any([quote])) == 1
 
 
-def test_marks_that_are_vowels_count():
+def test_marks_that_are_vowels_must_match():
     assert (
         Finder(["\u0915\u0941\u0924\u094d\u0924\u093e \u0918\u0930 \u092e\u0947\u0902 \u0939\u0948"]).any(
             ["\u0915\u0924\u094d\u0924\u093e \u0918\u0930 \u092e\u0947\u0902 \u0939\u0948"]

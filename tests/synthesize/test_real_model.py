@@ -38,7 +38,7 @@ Her brother Elias kept the books. In the winter of 1884 the lamp went out for th
 OTHER = """Bread of the valley is baked on Thursdays, in an oven that eleven families share. The dough rests for a night
 in wooden troughs. Since the flood of 1902 the salt has come by rail, and the loaves weigh two pounds.
 """
-# What becomes of the first requests. The model has worked for those whose answers are spoilt on their way back.
+# Faults of the first requests. The model works for those whose answers are spoilt on their way back.
 FAULTS = {0: "slow", 1: "slow", 2: "429 |slow down", 3: "500 |oops", 4: "cut", 5: "broken body"}
 
 
@@ -53,7 +53,7 @@ def gguf():
 
 @pytest.fixture(scope="module")
 def folder(gguf, tmp_path_factory):
-    """The model as transformers saves it, in the type that CPUs are quick in, and two documents."""
+    """Save the model with transformers, in bfloat16, which is fast on CPUs, and two documents."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     reader = pytest.importorskip("gguf")
@@ -64,7 +64,7 @@ def folder(gguf, tmp_path_factory):
             patch.setattr(reader, name, functools.cache(getattr(reader, name)))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
-    # The file says that a turn's beginning ends a text.
+    # The file declares the token that begins a turn as the end of a text.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / "model")
@@ -125,20 +125,20 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, port, tmp_pa
     output = tmp_path / "output"
     line = ["synthesize", str(folder / "documents"), "--output", str(output), "--tokenizer", str(folder / "model")]
     line += ["--window", "1024", "--min-tokens", "40", "--model", name, "--questions", "1", "--answer-tokens", "32"]
-    # Told, as finding it out would be a request more: llama-cpp-python refuses OpenAI's form of a schema.
+    # Fixed, because learning it would take another request: llama-cpp-python refuses OpenAI's form of a schema.
     line += ["--answer-format", "object-schema" if kind is llama_cpp else "schema"]
     line += ["--concurrency", "1", "--tries", "1", "--retry-wait", "0.01", "--quiet", "--no-check-quotes"]
     line += ["--timeout", f"{LIMIT:.0f}"]
     journal = output / "journal.jsonl"
     with serving(command, port, tmp_path / "server.log") as url, Proxy(url, FAULTS, hold_after=7) as proxy:
         line += ["--base-url", proxy.url]
-        # Too slow, twice: both requests are left out, and the model was not asked.
+        # Two slow requests are left out, and never reach the model.
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "wait_for", proxy.wait_for())
             assert main([*line, "--retries", "0"]) == 1
         assert manifest(output)["requests"]["faults"] == {f"no answer within {LIMIT:.0f} s": 2}
         assert (len(proxy.log), proxy.forwarded) == (2, [])
-        # Four faults, an answer, and one that is on its way when the process is killed.
+        # Four faults, an answer, and a request in flight when the process is killed.
         process = start(line)
         wait_for(lambda: count_lines(journal) == 1 and proxy.held == 1, process)
         os.kill(process.pid, signal.SIGKILL)
@@ -148,18 +148,18 @@ def test_faults_a_kill_and_a_resume_with_a_real_model(gguf, folder, port, tmp_pa
         code = main(line)
         found = manifest(output)
         assert (found["requests"]["asked"], found["requests"]["faults"]) == (1, {})
-    # The first was worked for thrice, as two answers were spoilt; once it had arrived, never again.
+    # The model worked for the first request three times, as two answers were spoilt, and never after it arrived.
     first, second = proxy.answered()
     assert first != second and proxy.forwarded == [first] * 3 + [second] * 2
     answers = lines(journal)
-    # The server counts, and its tokenizer is the one we count with: the prompt and a template around it.
+    # The server counts with our tokenizer: the prompt and its template.
     assert all(250 < answer["input_tokens"] < 600 and 0 < answer["output_tokens"] <= 32 for answer in answers)
     assert len(answers) == 2 and found["models"] == [answers[0]["model"]]
-    # Whether so small a model answers in form is luck, unless the server holds it to a grammar.
+    # A model this small answers in the right format only by luck, unless the server enforces a grammar.
     assert found["state"] == "finished"
     assert found["rows"]["count"] + len(found["given_up"]) == 2
     assert code == (1 if found["given_up"] else 0)
-    # The server is gone; what it answered is not needed again.
+    # The server is gone, and the run needs no further answer.
     rows = lines(output / "train.jsonl")
     assert main(line) == code and lines(output / "train.jsonl") == rows
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""The process is killed half-way; the same command goes on, and no answered request is sent again."""
+"""Interrupted runs resume with the same command, and send no answered request again."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.synthesize.server import Server
 TASKS = ("--tasks", "single,multi,biography", "--concurrency", "3")
 
 
-def test_killed_half_way_and_resumed(place, tmp_path):
-    """Both halves are processes of their own; what they paid for is counted where it is worked for."""
+def test_a_killed_run_resumes(place, tmp_path):
+    """Both runs are separate processes. The proxy counts what the server worked for."""
     with faulty(hold_after=6) as proxy:
         line = arguments(place, tmp_path / "killed", proxy.url, *TASKS)
         process = start(line)
-        # Six are answered and on disk; of three more, the answers are given and have not arrived.
+        # Six answers are on disk. Three more were given but have not arrived.
         journal = tmp_path / "killed" / "journal.jsonl"
         wait_for(lambda: count_lines(journal) == 6 and proxy.held == 3, process)
         os.kill(process.pid, signal.SIGKILL)
@@ -40,7 +40,7 @@ def test_killed_half_way_and_resumed(place, tmp_path):
         assert not (tmp_path / "killed" / "train.jsonl").exists()
         arrived, lost = set(proxy.answered()), {seen.key for seen in proxy.log if not seen.answered}
         assert (len(arrived), len(lost)) == (6, 3)
-        # As if the kill had come in the middle of a write.
+        # As if the process had been killed in the middle of a write.
         with journal.open("ab") as file:
             file.write(b'\n{"key": "torn')
         proxy.hold_after = None
@@ -54,7 +54,7 @@ def test_killed_half_way_and_resumed(place, tmp_path):
         found = manifest(tmp_path / "killed")
         assert found["requests"]["from_journal"] == 6
         assert sum(paid.values()) == 6 + 3 + found["requests"]["asked"]
-        # As if nothing had happened.
+        # The result equals that of an uninterrupted run.
         assert main(arguments(place, tmp_path / "whole", proxy.url, *TASKS)) == 0
     assert lines(tmp_path / "killed" / "train.jsonl") == lines(tmp_path / "whole" / "train.jsonl")
     whole = manifest(tmp_path / "whole")
@@ -68,18 +68,18 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
+def test_an_interrupt_waits_for_requests_in_flight(place, tmp_path):
     import pose_plugin.synthesize.run  # noqa: F401 - before the fork
 
     with faulty(hold_after=4) as proxy:
         line = arguments(place, tmp_path, proxy.url, *TASKS)
 
         def interrupt() -> None:
-            # By threads of the parent: the child would have none of them.
+            # In a thread of the parent, because a forked child has no threads.
             try:
                 until(lambda: proxy.held == 3)
                 os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
-                # An answer that came before would be followed by a request.
+                # An answer that arrived earlier would be followed by another request.
                 until((tmp_path / "interrupted").exists)
             finally:
                 proxy.release()
@@ -100,7 +100,7 @@ def test_an_interrupt_waits_for_what_will_be_paid(place, tmp_path):
     assert outcome.value == 1
     told = outcome.output.index("interrupt again to end at once")
     assert told < outcome.output.index("stopped: interrupted")
-    # The three that were open were answered and kept; none was begun after the interrupt.
+    # The three in flight were answered and stored; none was sent after the interrupt.
     assert count_lines(tmp_path / "journal.jsonl") == 7 == len(proxy.log)
     found = manifest(tmp_path)
     assert found["state"] == "stopped" and found["unfinished"] > 0
@@ -116,7 +116,7 @@ def test_a_second_interrupt_ends_at_once(place, tmp_path):
         while b"interrupt again to end at once" not in (line := process.stderr.readline()):
             assert line, "it ended after the first interrupt"
         process.send_signal(signal.SIGINT)
-        process.communicate()
+        process.communicate(timeout=LIMIT)
         assert process.returncode == 130
         assert count_lines(tmp_path / "journal.jsonl") == 4 and len(proxy.log) == 7
 
@@ -143,7 +143,28 @@ def test_a_disk_without_locks(one_book, tmp_path, capsys, monkeypatch):
     assert "cannot be locked" in capsys.readouterr().err and len(lines(tmp_path / "train.jsonl")) == 1
 
 
-def test_damaged_lines_are_asked_for_again(one_book, tmp_path, capsys):
+def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(one_book, tmp_path, capsys, monkeypatch):
+    known, synced = os.fsync, []
+
+    def fsync(number):
+        synced.append(number)
+        if len(synced) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        known(number)
+
+    with Server() as server:
+        line = arguments(one_book, tmp_path, server.url, "--concurrency", "1")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            assert main(line) == 2
+        assert f"--output {tmp_path}: the disk is full" in capsys.readouterr().err
+        assert len(server.log) == 3
+        assert main(line) == 0
+        # Here the third one was written, though not synced.
+        assert len(server.log) == 5
+
+
+def test_damaged_lines_are_requested_again(one_book, tmp_path, capsys):
     with Server() as server:
         line = arguments(one_book, tmp_path, server.url)
         assert main(line) == 0
@@ -168,7 +189,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_settings_would_be_paid_for_again(one_book, tmp_path, capsys, change):
+def test_other_settings_are_refused(one_book, tmp_path, capsys, change):
     with Server() as server:
         assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi")) == 0
         line = arguments(one_book, tmp_path, server.url, "--tasks", "multi", *change)
@@ -183,7 +204,7 @@ def test_other_settings_would_be_paid_for_again(one_book, tmp_path, capsys, chan
     "change",
     [("--concurrency", "1"), ("--timeout", "9"), ("--budget", "1", "--price-input", "0", "--price-output", "0")],
 )
-def test_what_changes_no_request_may_change(one_book, tmp_path, change):
+def test_settings_that_change_no_request_may_differ(one_book, tmp_path, change):
     with Server() as server:
         assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi")) == 0
         assert main(arguments(one_book, tmp_path, server.url, "--tasks", "multi", *change)) == 0
@@ -196,7 +217,7 @@ def test_a_damaged_manifest(one_book, tmp_path, capsys):
     assert "manifest.json is damaged" in capsys.readouterr().err
 
 
-def test_a_stop_takes_no_row_away_that_was_complete(tmp_path):
+def test_a_stop_keeps_complete_rows(tmp_path):
     place, output = make_place(tmp_path / "place"), tmp_path / "output"
     with Server() as server:
         assert main(arguments(place, output, server.url)) == 0

@@ -28,7 +28,7 @@ def test_single_detail_from_documents_to_rows(place, tmp_path):
         (book,) = [book for book in books if first.startswith(book)]
         books.remove(book)
         assert book not in "".join(message["content"] for message in row["messages"][1:])
-    # For every turn what its answer rests on, where it stands in the book, which is where it stands in the row.
+    # Each turn has its quotes, at their places in the book, which are the places in the row.
     for row, source in zip(rows, lines(tmp_path / "sources.jsonl"), strict=True):
         assert len(source["quotes"]) == source["turns"] == 10
         for quote in (quote for quotes in source["quotes"] for quote in quotes):
@@ -40,7 +40,7 @@ def test_single_detail_from_documents_to_rows(place, tmp_path):
 def test_biographies(one_book, tmp_path):
     with Server() as server:
         assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 0
-        # Who they are, then one life each of those whom the book names.
+        # One request for the names, then one for each character that the book names.
         assert len(server.log) == 3
     (row,) = lines(tmp_path / "train.jsonl")
     asked = [message["content"] for message in row["messages"][::2]]
@@ -70,7 +70,7 @@ def test_a_document_too_long_for_a_request_is_shown_in_excerpts(one_book, tmp_pa
         assert main(line) == 0
     book = (one_book / "books" / "book0.txt").read_text()
     places = [book.index(text) for text in shown]
-    # Two pieces of at most 600, the first and the last, and the row has all of the book.
+    # The prompt shows two pieces of at most 600 tokens, the first and the last. The row has the whole book.
     assert len(shown) == 2 and places[0] == 0 and places[1] > 2000 and sum(map(len, shown)) <= 1200
     assert lines(tmp_path / "train.jsonl")[0]["messages"][0]["content"].startswith(book)
 
@@ -87,7 +87,7 @@ def test_progress_and_messages(one_book, tmp_path, capfd):
     assert re.search(r"5/5 .*, \d+ tokens in, 200 out, cost 0\.\d+", err)
 
 
-def test_rates_reach_the_pace(one_book, tmp_path, monkeypatch):
+def test_rate_limits_apply_to_each_request(one_book, tmp_path, monkeypatch):
     """Each request reserves a start with its tokens. How they are spaced is tested by itself."""
     reserved = []
 
@@ -105,7 +105,7 @@ def test_rates_reach_the_pace(one_book, tmp_path, monkeypatch):
     assert all(750 <= tokens <= 1050 for _, _, tokens in reserved)
 
 
-def test_an_error_of_ours_stops_the_others(place, tmp_path, monkeypatch):
+def test_an_unexpected_error_stops_the_other_requests(place, tmp_path, monkeypatch):
     from pose_plugin.synthesize.tasks import multi
 
     async def broken(item, settings, ask):
