@@ -72,7 +72,7 @@ def test_frozen_embeddings_and_norms_are_logged_and_an_existing_card_keeps_its_t
     text = (tmp_path / "out" / "README.md").read_text()
     assert "# Mine\n\nWords of mine." in text and "license: mit" in text and text.count("pose-plugin: begin") == 1
     assert "a context window of 512 tokens" in text and "was trained with SFT" not in text
-    assert output.count("its text stays, and our part is put into it") == 1
+    assert output.count("its text stays, and our section is put into it") == 1
     assert output.count("the adapter leaves embeddings and norms frozen, and 64 → 512 tokens is a stretch by 8") == 1
 
 

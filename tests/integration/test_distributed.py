@@ -406,12 +406,12 @@ def test_evaluation_with_divided_weights(run, measured_alone, strategy):
 
 
 def evaluated(folder, case, asked, out="out"):
-    import functools
+    from pose_plugin.evaluation.measures.longppl import LongPPL
 
-    from pose_plugin.evaluation import block
-
-    # Nothing is far from everything in a random model, so every token is taken for a key token.
-    block.key_tokens = functools.partial(block.key_tokens, alpha=-99.0, beta=-99.0)
+    # No token of a random model depends on far text, so every token is taken for a key token.
+    ask = LongPPL.ask
+    every = {"alpha": -99.0, "beta": -99.0}
+    LongPPL.ask = lambda self, *rest: ask(self.model_copy(update=every), *rest)
     return distributed.trl(folder, case, out=out, pose={"evaluate": asked})
 
 
