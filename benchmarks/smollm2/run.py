@@ -4,9 +4,10 @@
     python benchmarks/smollm2/run.py --larger                        # on a GPU: longer, more steps, more retrieval
     python benchmarks/smollm2/run.py --quick --output /tmp/smollm2   # a tiny model, only to see that it runs
 
-Beside the base there are, for both RoPE methods: nothing trained, trained without skips, trained with PoSE; the same
-steps on the same rows. Trains by `axolotl train`, judges by `pose-plugin evaluate`, prints every command, and goes on
-after a stop where it was. Writes results/smollm2.json and docs/figures/smollm2.png (--larger: smollm2_larger).
+Compares the base with both RoPE methods, each in three ways: nothing trained, trained without skips, trained with PoSE,
+with the same steps on the same rows. Trains with `axolotl train`, evaluates with `pose-plugin evaluate`, prints every
+command, and resumes after an interruption. Writes results/smollm2.json and
+docs/figures/smollm2.png (--larger: smollm2_larger).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ def table(result: dict[str, Any]) -> str:
     """All tables, one below the other, and what they were measured on."""
     models = result["models"]
     parts = [
-        ("Loss by position, nats a token", loss_rows(result)),
+        ("Loss by position, nats per token", loss_rows(result)),
         ("Loss at the last eighth, by text", text_rows(result)),
-        ("Gap probe, nats a token", rows({name: row["gap"] for name, row in models.items()}, "{:.2f}")),
+        ("Gap probe, nats per token", rows({name: row["gap"] for name, row in models.items()}, "{:.2f}")),
         ("Passkey, found of tried", passkey_rows(models)),
     ]
     if any("topics" in row for row in models.values()):
@@ -76,5 +76,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel.set_title(title)
             panel.set_xlabel("position (tokens)")
             panel.locator_params(axis="x", nbins=5)
-        axes[0].set_ylabel("loss (nats a token)")
+        axes[0].set_ylabel("loss (nats per token)")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)

@@ -169,7 +169,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _typed(text: str, annotation: str) -> Any:
-    """Return the text of an option as the type it is declared with; what is no number stays a text."""
+    """Return the text of an option as the type it is declared with; what is not a number stays a text."""
     if "list" in annotation:
         inner = annotation[annotation.index("list[") + 5 :]
         return [_typed(part.strip(), inner) for part in text.split(",") if part.strip()]
@@ -286,7 +286,7 @@ def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
         if path not in models:
             raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
         if name in names.values():
-            raise PoSEError(f"--label {label}: {name} is another model's name already; give each a name of its own")
+            raise PoSEError(f"--label {label}: {name} is another model's name already; give each a different name")
         if path in names:
             raise PoSEError(f"--label {label}: {path} is called {names[path]} already; give one name to a model")
         names[path] = name

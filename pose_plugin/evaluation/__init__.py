@@ -1,1 +1,1 @@
-"""Measures of what a context window is worth: passkey retrieval, sliding-window perplexity, one report."""
+"""Evaluation of long-context models: measures, one report, and a callback for training."""

@@ -57,9 +57,9 @@ def losses_of(
 class TokenLoss:
     """-log p of every token given those before it; call it within `evaluating(model)`.
 
-    Within one forward, where the model would make logits of all its hidden states, they are made of a few rows at a
-    time and scored. Whether that is all the model does is tested on eight tokens first. Where it is not (a head of its
-    own kind, a PEFT method at work in the outer forward) the whole forward is run for each piece.
+    The logits are computed and scored a few rows at a time inside one forward. A test on eight tokens shows first
+    whether that gives the model's own losses. If not (an unusual head, a PEFT method in the outer forward), the whole
+    forward runs once for each piece.
 
     Args:
         model: a causal language model.
@@ -80,7 +80,7 @@ class TokenLoss:
             )
 
     def __call__(self, input_ids: torch.Tensor, chunk: int | None = None, **forward: Any) -> torch.Tensor:
-        """The loss in nats of tokens 1 … T-1.
+        """Return the loss in nats of tokens 1 … T-1.
 
         Args:
             input_ids: [B, T] on the model's device, no padding.
@@ -106,7 +106,7 @@ class TokenLoss:
                 piece = targets[:, first : first + per_row]
                 logits = self._after_head(head(hidden[:, first : first + piece.shape[1]]))
                 losses.append(_loss(logits, piece))
-            # What the model does to logits it may do to these.
+            # The model may change these as it changes logits; nobody reads them.
             return hidden.new_zeros(*hidden.shape[:-1], 1)
 
         with head_doing(self.model, score):
@@ -134,7 +134,7 @@ class TokenLoss:
         return losses
 
     def _after_head(self, logits: torch.Tensor) -> torch.Tensor:
-        """What Cohere, Granite and Gemma 2 do to the output of the head."""
+        """Scale or cap the output of the head as Cohere, Granite and Gemma 2 do."""
         config = innermost(self.model).config.get_text_config()
         if scale := getattr(config, "logit_scale", None):
             logits = logits * scale

@@ -1,4 +1,4 @@
-"""Running a model for evaluation: modes and random state as found, logits only where they are asked for."""
+"""Run a model for evaluation: restore modes and random state, and compute only the logits that are needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pose_plugin.utils.models import unwrap as innermost
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's mode and torch's random state are put back."""
+    """Switch to evaluation mode without gradients; restore every module's mode and torch's random state at the end."""
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(model)
     try:
@@ -35,7 +35,7 @@ def progress_bar(name: str, total: int, unit: str, show: bool) -> Any:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where inputs go: the device of the input embeddings (a model may be spread over several devices)."""
+    """Return the device of the input embeddings; a model may be spread over several devices."""
     if isinstance(model, InStep):
         return model.device
     parameter = next(model.parameters(), None)
@@ -43,7 +43,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | None = None) -> torch.Tensor:
-    """Logits of the last `keep` positions.
+    """Return the logits of the last `keep` positions.
 
     Args:
         model: a causal language model.
@@ -67,14 +67,14 @@ def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | Non
 
 
 def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tuple[torch.Tensor, Any]:
-    """Reads a text into the key-value cache, `chunk` tokens at a time (None: at once).
+    """Read a text into the key-value cache, `chunk` tokens at a time (None: at once).
 
     Args:
         model: a causal language model with a cache.
         input_ids: [B, T], no padding.
 
     Returns:
-        [B, vocab], the logits behind the last token; the cache.
+        [B, vocab], the logits after the last token; the cache.
     """
     cache, logits = None, None
     with _only_last(model, 1) as extra:
@@ -87,9 +87,9 @@ def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tu
 
 @contextmanager
 def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """In place of the output embeddings, the model's own forward calls `work(head, hidden)`.
+    """Let the model's own forward call `work(head, hidden)` instead of its output embeddings.
 
-    What wraps the model (ZeRO-3, FSDP2, autocast, an adapter) does its part as in any other forward.
+    Whatever wraps the model (ZeRO-3, FSDP2, autocast, an adapter) works as in any other forward.
 
     Raises:
         PoSEError: for a model that has no output embeddings.
@@ -114,7 +114,7 @@ def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Te
 
 @contextmanager
 def _only_last(model: Any, keep: int) -> Iterator[dict[str, int]]:
-    """Arguments with which a forward gives the logits of the last `keep` positions alone."""
+    """Yield the arguments with which a forward returns the logits of the last `keep` positions only."""
     if takes(model, "logits_to_keep"):
         yield {"logits_to_keep": keep}
         return
@@ -123,9 +123,9 @@ def _only_last(model: Any, keep: int) -> Iterator[dict[str, int]]:
 
 
 def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | None = None) -> torch.Tensor:
-    """The `new_tokens` most likely next tokens, one by one, with the key-value cache.
+    """Return the `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
-    Unlike in `model.generate`, the model's generation config (sampling, penalties) has no part in it.
+    Unlike `model.generate`, it ignores the model's generation config (sampling, penalties).
 
     Args:
         model: a causal language model with a cache.
@@ -146,5 +146,5 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | No
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
+    """Return whether the model's forward has an argument of this name."""
     return name in inspect.signature(innermost(model).forward).parameters

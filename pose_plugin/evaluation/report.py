@@ -89,7 +89,7 @@ def _compared(report: Report, measure: type[Measure], lines: dict[str, dict[str,
 
 
 def sentences(report: Report) -> list[str]:
-    """Return what stands below the tables: the best model, the windows, the definitions, and the notes."""
+    """Return what is shown below the tables: the best model, the windows, the definitions, and the notes."""
     best = best_sentence(best_by_measure(report))
     known = {"Trained window": report.train_length, "target window": report.target_length}
     windows = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)

@@ -1,6 +1,6 @@
 """Weights that are divided among processes (ZeRO-3, FSDP2): every rank runs the same forwards at the same time.
 
-A forward gathers each weight from all ranks, so a rank that ran one forward more than the others would wait for ever.
+A forward gathers each weight from all ranks, so a rank that ran one forward more than the others would wait forever.
 Prompts, windows and the number of decoded tokens follow from settings alone; what could differ by rank (free memory,
 the answer that settles a prompt) is decided together or by rank 0.
 """
@@ -21,11 +21,11 @@ Value = TypeVar("Value")
 
 
 class InStep:
-    """A divided model as the measures see it: its own attributes, and the forward that gathers its weights.
+    """A divided model with its own attributes and the forward that gathers its weights.
 
     Args:
         model: what transformers or PEFT made, its weights divided.
-        wrapped: what has to be called, DeepSpeed's engine where there is one.
+        wrapped: what has to be called; DeepSpeed's engine if it is used.
         device: of inputs. With weights kept on the CPU it is not that of the parameters.
     """
 
@@ -48,7 +48,7 @@ class InStep:
 
     @property
     def gathered_bytes(self) -> int:
-        """About what is whole at once on a rank: two layers, input and output embeddings."""
+        """About the bytes that are gathered at once on a rank: two layers, input and output embeddings."""
         config = self.model.config.get_text_config()
         sizes = [_size(parameter) for parameter in self.model.parameters()]
         layers = max(1, getattr(config, "num_hidden_layers", 1) or 1)
@@ -58,17 +58,17 @@ class InStep:
 
 
 def _size(parameter: Any) -> int:
-    """Values of the whole weight; DeepSpeed leaves an empty tensor."""
+    """Return the number of values of the whole weight; DeepSpeed leaves an empty tensor."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def agreed(model: Any, value: Value) -> Value:
-    """Rank 0's value where ranks go in step, else the value itself."""
+    """Return rank 0's value if ranks go in step, else the value itself."""
     return gather(value)[0] if isinstance(model, InStep) else value
 
 
 def divided(model: Any) -> str | None:
-    """ "ZeRO-3", "FSDP" (the first version), "FSDP2", or None for a model that is whole on every rank."""
+    """Return "ZeRO-3", "FSDP" (the first version), "FSDP2", or None for a model that is whole on every rank."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return "ZeRO-3"
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
@@ -78,7 +78,7 @@ def divided(model: Any) -> str | None:
 
 
 def in_step(model: Any, trainer: Any) -> Any:
-    """The model as the measures can run it: itself, or an `InStep` where its weights are divided.
+    """Return the model as the measures can run it: itself, or an `InStep` if its weights are divided.
 
     Raises:
         PoSEError: FSDP 1, whose outer wrapper must do all, and divided weights without a transformers trainer.
@@ -94,16 +94,16 @@ def in_step(model: Any, trainer: Any) -> Any:
     if trainer is None:
         raise PoSEError(
             f"evaluation while training under {kind} needs a transformers Trainer, which knows how to call the model; "
-            "in a loop of your own measure saved checkpoints with `pose-plugin evaluate CHECKPOINT …`"
+            "in your own training loop, measure saved checkpoints with `pose-plugin evaluate CHECKPOINT …`"
         )
     return InStep(model, trainer.model_wrapped, trainer.args.device)
 
 
 def require_same_plan(model: Any, plan: str) -> None:
-    """Checks that ranks in step will measure the same.
+    """Check that ranks in step will measure the same.
 
     Raises:
-        PoSEError: on every rank, if the plans differ, as where a text file is another one on another machine.
+        PoSEError: on every rank, if the plans differ, e.g. because a text file differs between machines.
     """
     if not isinstance(model, InStep):
         return

@@ -113,7 +113,7 @@ class Topics(Retrieval):
             room, ids = length - fixed, list(begin)
             filler = hay.filler(room)
             for i, topic in enumerate(chosen):
-                # The talk runs on where it stopped, so that topics differ in what is said.
+                # The talk runs on where it stopped, so that the talk differs between topics.
                 ids += self._openings[topic] + filler[room * i // number : room * (i + 1) // number]
             found.append(Prompt("first", ids + question, budget, length, None, (chosen[0],)))
         return found
