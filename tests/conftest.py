@@ -40,6 +40,21 @@ MARKS = {
         "test_quickstart_run.py",
     ),
     "real_model": ("synthesize/test_real_model.py",),
+    # They start processes that import torch, or train; `make test-fast` leaves them out.
+    "slow": (
+        "beacon/test_beacon_generation.py",
+        "beacon/test_beacon_learns.py",
+        "checkpoints/test_check.py",
+        "checkpoints/test_saved_trl.py",
+        "evaluation/test_command.py",
+        "evaluation/test_harness.py",
+        "evaluation/test_in_training.py",
+        "synthesize/test_faults.py",
+        "synthesize/test_frameworks.py",
+        "synthesize/test_resume.py",
+        "test_autoload.py",
+        "test_quickstart_data.py",
+    ),
     # What depends on no framework's version runs in one environment only; see .ci/test.
     "once": (
         "positions/*",

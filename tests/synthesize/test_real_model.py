@@ -31,7 +31,6 @@ from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest
 
-pytestmark = pytest.mark.slow
 TEXT = """The lighthouse at Cape Meridian was built in 1871 by Ada Thornbury, who carried its first lamp up the stairs.
 Her brother Elias kept the books. In the winter of 1884 the lamp went out for three nights, and two ships were lost.
 """
