@@ -64,21 +64,32 @@ def test_too_short_a_text_is_refused(haystack, tokenizer, built):
         haystack.build(tokenizer, built[0], [5] * 10, 400, 3, seed=0)
 
 
-def test_asking_on_the_cache_is_asking_alone(haystack, tokenizer, model, built):
-    """Each answer equals greedy decoding without a cache, and the cache stays the same to the last bit."""
+def test_asking_together_on_the_cache_is_asking_alone(haystack, tokenizer, model, built):
+    """Answers equal greedy decoding without a cache, question by question, and the cache stays the same to the bit."""
     wording, hay = built
+    questions = [haystack.token_ids(tokenizer, haystack.filled(wording.question, fact.name)) for fact in hay.facts]
+    questions[1] += questions[0]
     with torch.no_grad():
-        cache = haystack.read(model, hay, chunk=150)
-        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        for fact in [*hay.facts, hay.facts[0]]:
-            question = haystack.token_ids(tokenizer, haystack.filled(wording.question, fact.name))
+        alone = []
+        for question in questions:
             ids = torch.tensor([[*hay.ids, *question]])
             for _ in range(5):
                 ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-            assert haystack.answer(model, cache, question, 5) == ids[0, -5:].tolist()
+            alone.append(ids[0, -5:].tolist())
+        for chunk in (None, 150):
+            cache = haystack.read(model, hay, chunk=chunk)
+            before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            assert haystack.answer(model, cache, questions, 5) == alone
+            assert haystack.answer(model, cache, questions[2:], 5) == alone[2:]
             assert cache.get_seq_length() == 400
             for layer, (keys, values) in zip(cache.layers, before, strict=True):
                 assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
+def test_a_question_sees_the_text_and_itself(haystack):
+    owners = torch.tensor([0, 0, 1, 0, 1])
+    mask = haystack._apart(owners, 2, 3, torch.float32)
+    assert (mask == 0).int().tolist() == [[[[1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0, 1]]]]
 
 
 @pytest.mark.parametrize(
