@@ -50,18 +50,18 @@ _THING = Wording(
 )  # fmt: skip
 _COLON = Wording(words.MEMORIZE, "Pass key of {name}: {key}. Remember it. {name}: {key}.", "\n{name}:", words.PLACES)
 _CLOZE = Wording(words.MEMORIZE, "{name} {key}.", "\n{name}", words.SENTENCES)
-_TWICE = replace(_CLOZE, fact="{name} {key}. Remember: {name} {key}.")
 _NUMBER = Wording(words.MEMORIZE, "{name} {key}. Remember it.", "\n{name}", words.NUMBERS)
 _NUMBER_TWICE = replace(_NUMBER, fact="{name} {key}. Remember it. {name} {key}.")
 _NOUN = Wording(words.MEMORIZE, "{name} {key}. Remember: {name} {key}.", "\n{name}", words.NOUNS)
 _NOUN_THRICE = replace(_NOUN, fact="{name} {key}. Remember: {name} {key}. Again: {name} {key}.")
-_USER = "<|im_start|>user\n"
-_CHAT = "<|im_end|>\n<|im_start|>assistant\n"
-
-
-def _chat(wording: Wording) -> Wording:
-    return replace(wording, intro=_USER + wording.intro)
-
+_LINES = replace(_NUMBER, fact="{name} {key}.\n{name} {key}.\n{name} {key}.")
+_FORMS = {
+    "plain": "\n{name}",
+    "doubled": "\nQuestion: {name}?\nAnswer: {name}",
+    "as the fact": "\n\n{name}",
+    "read again": "\n\nNow copy the line from the text that begins with: {name}\n\n{name}",
+    "exact": "\n\nWhat was written above about this? Copy it exactly.\n{name}",
+}
 
 TRIES = {
     "places": Try(_PLACE, {"plain": _PLACE.question}),
@@ -69,32 +69,23 @@ TRIES = {
     "places-colon": Try(_COLON, {"plain": _COLON.question, "pass key": "\nPass key of {name}:"}),
     "cloze": Try(_CLOZE, {"plain": _CLOZE.question, "remember": "\nRemember: {name}"}),
     "cloze, bf16": Try(_CLOZE, {"plain": _CLOZE.question}, dtype="bfloat16"),
-    "cloze twice": Try(_TWICE, {"plain": _CLOZE.question, "remember": "\nRemember: {name}"}),
-    "cloze, prose": Try(_CLOZE, {"plain": _CLOZE.question}, text="britannica"),
     "numbers twice, 10": Try(
         _NUMBER_TWICE,
         {"plain": _NUMBER.question, "quiz": "\n\nQuiz. Answer with the number from the text.\n{name}"},
         count=10,
         text="britannica",
     ),
-    "numbers, 10": Try(_NUMBER, {"plain": _NUMBER.question}, count=10, text="britannica"),
     "numbers twice, 10, poem": Try(_NUMBER_TWICE, {"plain": _NUMBER.question}, count=10, seed=200),
     "numbers twice, 10, later prose": Try(
         _NUMBER_TWICE, {"plain": _NUMBER.question}, count=10, text="britannica", start=40000, seed=300
     ),
-    "nouns twice, 10, poem": Try(_NOUN, {"plain": _NOUN.question}, count=10, seed=200),
     "nouns thrice, 10, poem": Try(_NOUN_THRICE, {"plain": _NOUN.question}, count=10, seed=200),
-    "nouns thrice, 10, later prose": Try(
-        _NOUN_THRICE, {"plain": _NOUN.question}, count=10, text="britannica", start=40000, seed=300
-    ),
-    "nouns thrice, 10": Try(_NOUN_THRICE, {"plain": _NOUN.question}, count=10, text="britannica"),
-    "things-chat": Try(
-        _chat(_THING),
-        {
-            "plain": _THING.question,
-            "chat": "\nWhat is the {name}?" + _CHAT + "The {name} is",
-            "chat, repeated": "\nWhat is the {name}? The {name} is a number." + _CHAT + "The {name} is",
-        },
+    "lines thrice, 10, poem": Try(_LINES, {"plain": _LINES.question}, count=10, seed=200),
+    "lines thrice, 10, later prose": Try(_LINES, _FORMS, count=10, text="britannica", start=40000, seed=300),
+    "lines thrice, 10, poem, again": Try(_LINES, _FORMS, count=10, seed=200),
+    "four digits, 10, poem": Try(replace(_LINES, digits=4), _FORMS, count=10, seed=200),
+    "four digits, 10, later prose": Try(
+        replace(_LINES, digits=4), _FORMS, count=10, text="britannica", start=40000, seed=300
     ),
 }
 

@@ -25,7 +25,7 @@ class Place:
 WORDING = Wording(
     words.MEMORIZE,
     "{name} {key}.\n{name} {key}.\n{name} {key}.",
-    "\n\nWhat was written above about this? Copy it exactly.\n{name}",
+    "\n\n{name}",
     words.NUMBERS,
     digits=4,
 )
