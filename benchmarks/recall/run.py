@@ -1,6 +1,7 @@
 """Trains the arms of the experiment in PREREGISTRATION.md; goes on after a stop where it was.
 
     OMP_NUM_THREADS=1 python benchmarks/recall/run.py train ARM --seed 1 --rope yarn-4    # about two hours of one core
+    OMP_NUM_THREADS=1 python benchmarks/recall/run.py all                                # every run, in the order fixed
     python benchmarks/recall/run.py state                                                # what is done
 
 Arms: no_skip, pose_skip, pose_window, clamped, full_length. Ropes: yarn-4, linear-4. Needs Axolotl.
@@ -44,6 +45,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-4": {"type": "yarn", "factor": 4},
     "linear-4": {"type": "linear", "factor": 4},
 }
+ORDER = [
+    *((arm, "yarn-4", seed) for seed in (1, 2, 3) for arm in ("pose_skip", "no_skip")),
+    *(("pose_window", "yarn-4", seed) for seed in (1, 2, 3)),
+    ("clamped", "yarn-4", 1),
+    *((arm, "linear-4", 1) for arm in ("no_skip", "pose_skip")),
+    ("full_length", "yarn-4", 1),
+]
+"""Arm, rope and seed of all runs, as PREREGISTRATION.md has them."""
 ROWS = 2000
 WINDOW = 512
 OUTPUT = RESULTS / "recall_training.json"
@@ -52,7 +61,7 @@ OUTPUT = RESULTS / "recall_training.json"
 def main() -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("train", "state"))
+    parser.add_argument("command", choices=("train", "all", "state"))
     parser.add_argument("arm", nargs="?", choices=tuple(ARMS))
     parser.add_argument("--seed", type=int, default=1, help="of rows, positions, order and adapter")
     parser.add_argument("--rope", choices=tuple(ROPES), default="yarn-4")
@@ -61,6 +70,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "state":
         print(state(args.work))
+    elif args.command == "all":
+        for arm, rope, seed in ORDER:
+            train(args.work, arm, rope, seed, rows_of(arm))
     elif args.arm is None:
         parser.error("train needs an arm")
     else:
