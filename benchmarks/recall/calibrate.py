@@ -107,8 +107,6 @@ def main() -> None:
 
 def run(name: str, what: Try) -> list[dict[str, Any]]:
     """Measure one try on the base model; one row of results for each wording of the question."""
-    import torch
-
     from pose_plugin.evaluation._model import evaluating
 
     model, tokenizer = texts.base(dtype=what.dtype)
@@ -130,8 +128,6 @@ def run(name: str, what: Try) -> list[dict[str, Any]]:
                 "intro": what.wording.intro, "fact": what.wording.fact, "asked": question,
                 "answers": [[a.name, a.key, a.distance, a.answer, a.found] for a in answers],
             })  # fmt: skip
-    del model, cache
-    assert torch.is_grad_enabled()
     return rows
 
 

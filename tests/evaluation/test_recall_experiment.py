@@ -85,3 +85,32 @@ def test_arms_are_paired_by_haystack_and_seed(recall):
     assert one.tolist() == [[0.5, 0.6], [0.7, 0.8]] and other.tolist() == [[0.1, 0.1], [0.2, 0.2]]
     with pytest.raises(ValueError, match="not measured yet"):
         compare.paired(trained, {("a", "1"): 0.1})
+
+
+def test_every_run_is_one_that_the_plugin_takes(recall):
+    yaml = pytest.importorskip("yaml")
+    from pose_plugin import PoSESettings
+
+    run = recall("run")
+    config = yaml.safe_load((ROOT / "benchmarks/recall/train.yaml").read_text(encoding="utf-8"))
+    for arm, rope, seed in run.ORDER:
+        settings = PoSESettings(**{**config["pose"], "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]})
+        assert settings.target_length == 32768 and settings.rope.factor == 4
+        assert (settings.sampler == "none") == (arm in ("no_skip", "full_length"))
+    assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
+
+
+def test_a_torn_checkpoint_is_not_gone_on_from(recall, tmp_path):
+    run = recall("run")
+    for step, file in ((50, "trainer_state.json"), (100, "optimizer.pt")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
+    run.drop_torn_checkpoints(tmp_path)
+    assert run.last_step(tmp_path) == 50
+
+
+def test_rows_of_results_are_kept_one_by_one(recall, tmp_path):
+    rows, path = recall("rows"), tmp_path / "results.json"
+    assert rows.load_rows(path) == []
+    rows.save_row(path, {"a": 1}, {"python": "3"})
+    assert rows.save_row(path, {"a": 2}, {"python": "3"}) == rows.load_rows(path) == [{"a": 1}, {"a": 2}]
