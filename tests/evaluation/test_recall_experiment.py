@@ -1,0 +1,116 @@
+"""benchmarks/recall: training rows fit the window and share no words with the judged ones; the comparison of arms."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = " ".join(f"Line {i} tells of the sea and the wind.\n" for i in range(900))
+
+
+@pytest.fixture(scope="module")
+def recall():
+    """Imports modules of the benchmark, as `python benchmarks/recall/…` does."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield lambda name: importlib.import_module(f"recall.{name}")
+    for name in [name for name in sys.modules if name == "common" or name.split(".")[0] in ("recall", "smollm2")]:
+        del sys.modules[name]
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "example_configs/quickstart/base")
+
+
+def test_rows_alternate_and_only_the_answer_of_a_retrieval_row_counts(recall, tokenizer, tmp_path):
+    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    data.write_rows(tokenizer, plays, 48, 512, 1, tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 48
+    for retrieval, play in zip(rows[::2], rows[1::2], strict=True):
+        assert len(play["input_ids"]) == 4096 and play["labels"] == play["input_ids"]
+        assert 256 <= len(retrieval["input_ids"]) <= 512 + 60
+        trained = [i for i, label in enumerate(retrieval["labels"]) if label != -100]
+        assert trained == list(range(trained[0], len(retrieval["input_ids"])))
+        key = tokenizer.decode(retrieval["input_ids"][trained[0] :]).strip()
+        assert key.isdigit() and key in tokenizer.decode(retrieval["input_ids"][: trained[0]])
+
+
+def test_the_same_seed_writes_the_same_rows(recall, tokenizer, tmp_path):
+    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        data.write_rows(tokenizer, plays, 4, 512, seed, tmp_path / name)
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() != (tmp_path / "c").read_text()
+
+
+def test_trained_words_are_not_judged(recall):
+    settings, training = recall("settings"), recall("training_words")
+    assert len(training.TEMPLATES) >= 20 and len(set(training.TEMPLATES)) == len(training.TEMPLATES)
+    assert len(settings.WORDING.names) >= settings.COUNT
+    for fact, question in training.TEMPLATES:
+        assert "{name}" in fact and "{key}" in fact and "{name}" in question and "{key}" not in question
+    for name in training.NAMES:
+        assert not any(name in judged.split() for judged in settings.WORDING.names)
+
+
+def test_retrieval_documents_hold_the_fact_asked_for(recall, tokenizer):
+    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    for template in recall("training_words").TEMPLATES:
+        document = data.retrieval(tokenizer, plays, random.Random(0), template, 512)
+        assert 0 < document.answer_start < len(document.ids)
+
+
+def test_the_bootstrap_draws_haystacks_and_seeds(recall):
+    compare = recall("compare")
+    one, other = np.array([[0.9, 0.8], [0.7, 0.6]]), np.array([[0.5, 0.4], [0.3, 0.2]])
+    assert compare.bootstrap(one, other) == pytest.approx((0.4, 0.4, 0.4))
+    difference, low, high = compare.bootstrap(np.array([[1.0, 0.0], [0.0, 0.0]]), np.zeros((2, 2)))
+    assert (difference, low, high) == (0.25, 0.0, 1.0)
+
+
+def test_arms_are_paired_by_haystack_and_seed(recall):
+    compare = recall("compare")
+    trained = {("a", "1"): 0.5, ("a", "2"): 0.6, ("b", "1"): 0.7, ("b", "2"): 0.8}
+    one, other = compare.paired(trained, {("a", ""): 0.1, ("b", ""): 0.2})
+    assert one.tolist() == [[0.5, 0.6], [0.7, 0.8]] and other.tolist() == [[0.1, 0.1], [0.2, 0.2]]
+    with pytest.raises(ValueError, match="not measured yet"):
+        compare.paired(trained, {("a", "1"): 0.1})
+
+
+def test_every_run_is_one_that_the_plugin_takes(recall):
+    yaml = pytest.importorskip("yaml")
+    from pose_plugin import PoSESettings
+
+    run = recall("run")
+    config = yaml.safe_load((ROOT / "benchmarks/recall/train.yaml").read_text(encoding="utf-8"))
+    for arm, rope, seed in run.ORDER:
+        settings = PoSESettings(**{**config["pose"], "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]})
+        assert settings.target_length == 32768 and settings.rope.factor == 4
+        assert (settings.sampler == "none") == (arm in ("no_skip", "full_length"))
+    assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
+
+
+def test_a_torn_checkpoint_is_not_gone_on_from(recall, tmp_path):
+    run = recall("run")
+    for step, file in ((50, "trainer_state.json"), (100, "optimizer.pt")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
+    run.drop_torn_checkpoints(tmp_path)
+    assert run.last_step(tmp_path) == 50
+
+
+def test_rows_of_results_are_kept_one_by_one(recall, tmp_path):
+    rows, path = recall("rows"), tmp_path / "results.json"
+    assert rows.load_rows(path) == []
+    rows.save_row(path, {"a": 1}, {"python": "3"})
+    assert rows.save_row(path, {"a": 2}, {"python": "3"}) == rows.load_rows(path) == [{"a": 1}, {"a": 2}]
