@@ -14,8 +14,8 @@ from pose_plugin.rope.stretch import KINDS
 HEAD = """# Options
 
 These are the keys of the `pose:` block in an Axolotl YAML, and the keyword arguments of `PoSECollator`. An unknown key
-raises an error. `L_t` is the wanted window, `L_c` the trained one, `L_0` the one of the base model. The script
-`docs/make_options.py` writes this page from the settings.
+raises an error. `L_t` is the target window, `L_c` the trained window and `L_0` the base model's window. The script
+`docs/make_options.py` generates this page from the settings.
 
 """
 
@@ -66,9 +66,9 @@ def _type(annotation: object, key: str) -> str:
 
 def page() -> str:
     rope = "\n\n## The block `rope:`\n\n`rope: yarn` is short for `rope: {type: yarn}`.\n\n"
-    evaluate = "\n\n## The block `evaluate:`\n\nSee [evaluation](evaluation.md).\n\n"
+    evaluate = "\n\n## The block `evaluate:`\n\n[Evaluation](evaluation.md) explains the tasks.\n\n"
     pose = table(PoSESettings) + rope + table(RopeSettings) + evaluate + table(EvaluateSettings)
-    beacon = "\n\n## The block `beacon:`\n\nAlso arguments of `BeaconConfig`, see [beacons](beacon.md).\n\n"
+    beacon = "\n\n## The block `beacon:`\n\n`BeaconConfig` takes the same arguments, see [beacons](beacon.md).\n\n"
     return HEAD + pose + beacon + beacons() + "\n"
 
 

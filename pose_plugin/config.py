@@ -55,9 +55,9 @@ class RopeSettings(Strict):
     Every field but `type` has a default that follows from the base model's config and `target_length`.
     """
 
-    type: str = Field("yarn", description="the kind; auto selects one for the base model, none keeps the frequencies")
+    type: str = Field("yarn", description="auto selects a type for the base model, none keeps the frequencies")
     factor: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="s, how far to stretch; default: target_length / original_length"
+        None, description="s, the scaling factor; default: target_length / original_length"
     )
     theta: Annotated[float, Field(gt=1)] | None = Field(
         None, description="the new RoPE base; required with `type: base`"
@@ -113,38 +113,45 @@ class RopeSettings(Strict):
 class PoSESettings(Strict):
     """The `pose:` block. The same fields are the keyword arguments of `PoSECollator`."""
 
-    target_length: PositiveInt = Field(description="L_t, the wanted window in tokens")
+    target_length: PositiveInt = Field(description="L_t, the target window in tokens")
     train_length: PositiveInt | None = Field(
         None,
         description="L_c, the trained window in tokens; default: Axolotl's sequence_len, or each row's own length",
     )
     rope: RopeSettings = Field(RopeSettings(), description="how the RoPE frequencies are stretched")
-    sampler: SamplerName = Field("pose", description="how a window is cut into chunks, and how far each chunk is moved")
+    sampler: SamplerName = Field(
+        "pose", description="how a window is cut into chunks, and how the chunks' positions are chosen"
+    )
     chunks: PositiveInt = Field(
-        2, description=f"N, the chunks of a window (samplers {', '.join(names_with('chunks'))})"
+        2, description=f"N, the number of chunks per window (samplers {', '.join(names_with('chunks'))})"
     )
     variant: Literal["paper", "reference"] = Field(
         "paper", description="reference: the first chunk is at most half of the window, as in the authors' code"
     )
     content: ContentMode = Field(
         "contiguous",
-        description="what is read of a document longer than train_length: its beginning (contiguous), one random span "
-        "(window), one span per chunk (skip), or spans at their true offsets (aligned)",
+        description="the part of a document longer than train_length that is used: its beginning (contiguous), one "
+        "random span (window), one span per chunk (skip), or spans at their true offsets (aligned)",
     )
     mask_seam: Switch = Field(
-        True, description="no loss on a token whose predecessor is left out (content skip or aligned)"
+        True, description="exclude tokens from the loss if the token before them is left out (content skip or aligned)"
     )
     unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of rows that keep plain positions"
+        0.0, description="share of rows that keep their ordinary positions 0, 1, 2, …"
     )
     target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
-        0, description="positions beyond target_length to draw as well, because the last L_c distances are rarest"
+        0,
+        description="how far beyond target_length to draw positions, because the longest distances are the rarest",
     )
-    seed: StrictInt = Field(0, description="positions depend on (seed, epoch, the document's tokens)")
-    self_test: Switch = Field(True, description="check before the first step that the chunks see each other")
+    seed: StrictInt = Field(
+        0, description="random seed; positions depend only on it, the epoch and the document's tokens"
+    )
+    self_test: Switch = Field(
+        True, description="check before the first step that the chunks of a row can attend to each other"
+    )
     # Saved folders do not record it: it does not change the training, and it names files on this machine.
     evaluate: dict[str, Any] | None = Field(
-        None, exclude=True, description="retrieval and perplexity by length, measured while training"
+        None, exclude=True, description="measure retrieval and perplexity by length during training"
     )
 
     @field_validator("rope", mode="before")

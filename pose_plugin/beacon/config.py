@@ -47,20 +47,35 @@ class BeaconConfig(PeftConfig):
     """
 
     interval: int = field(default=1024, metadata={"help": "Tokens that are condensed together."})
-    window: int | None = field(default=None, metadata={"help": "Positions that may be used; None: the model's."})
-    layout: str = field(default="v1", metadata={"help": "v1 (appended beacons) or v2 (interleaved)."})
-    mask: str = field(default=STEPWISE, metadata={"help": "stepwise, segmentation or full."})
-    attend_previous: bool = field(default=True, metadata={"help": "Whether beacons see the memory."})
-    ratio: int | str = field(default=ADAPT, metadata={"help": "adapt, or a number."})
-    train_ratio: int | str = field(default=RANDOM, metadata={"help": "random, instance, adapt, or a number."})
-    ratios: list[int] = field(default_factory=lambda: list(CANDIDATES), metadata={"help": "Candidate ratios."})
+    window: int | None = field(default=None, metadata={"help": "Most positions to use; None: the model's window."})
+    layout: str = field(default="v1", metadata={"help": "v1 (beacons after the interval) or v2 (interleaved)."})
+    mask: str = field(default=STEPWISE, metadata={"help": "What v1 beacons see: stepwise, segmentation or full."})
+    attend_previous: bool = field(default=True, metadata={"help": "Whether beacons attend to the memory."})
+    ratio: int | str = field(
+        default=ADAPT, metadata={"help": "Outside training: adapt (the smallest that fits) or a number."}
+    )
+    train_ratio: int | str = field(
+        default=RANDOM,
+        metadata={"help": "In training: random (per interval), instance (per text), adapt, or a number."},
+    )
+    ratios: list[int] = field(
+        default_factory=lambda: list(CANDIDATES), metadata={"help": "Ratios that adapt and training choose from."}
+    )
     headroom: int = field(default=1024, metadata={"help": "Tokens that adapt reserves for generation."})
-    rank: int = field(default=0, metadata={"help": "0: full copies; r: low-rank deltas."})
-    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Projections of the beacons."})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Names to leave out."})
-    gradient_intervals: int | None = field(default=None, metadata={"help": "Intervals that gradients flow back."})
+    rank: int = field(
+        default=0, metadata={"help": "0: full copies of the projections; r > 0: low-rank updates of rank r."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Projections that beacons get a copy or update of; None: q, k, v, o."}
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Modules to exclude from target_modules."}
+    )
+    gradient_intervals: int | None = field(
+        default=None, metadata={"help": "Number of intervals that gradients flow back through; None: all."}
+    )
     dtype: str | None = field(default=None, metadata={"help": "dtype of the beacon parameters; None: the base's."})
-    seed: int = field(default=0, metadata={"help": "Seed of the training ratios."})
+    seed: int = field(default=0, metadata={"help": "Seed for the random training ratios."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

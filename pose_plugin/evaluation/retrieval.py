@@ -58,7 +58,7 @@ class Retrieval(Measure):
         None, description="a file with a real text to hide things in; default: a few sentences, repeated",
         json_schema_extra={"file": True},
     )  # fmt: skip
-    seed: StrictInt = Field(0, description="of what is hidden and where")
+    seed: StrictInt = Field(0, description="random seed for what is hidden and where")
 
     def asked(self) -> Sequence[str]:
         """Return the kinds of prompts."""

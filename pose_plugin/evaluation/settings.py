@@ -17,14 +17,17 @@ from pose_plugin.utils.errors import PoSEError
 class Schedule(Strict):
     """What is measured while training, on plain positions, and logged as `passkey/2048`, `perplexity/2048`, …"""
 
-    every: PositiveInt | None = Field(None, description="steps from one measurement to the next; default: none between")
+    every: PositiveInt | None = Field(
+        None, description="number of steps between measurements; default: measure only at the start or end"
+    )
     at_start: Switch = Field(False, description="measure before the first step")
     at_end: Switch = Field(True, description="measure after the last step")
     tasks: list[str] | None = Field(
-        None, description=f"of {', '.join(by_task(while_training=True))}; default: passkey, with texts also perplexity"
+        None,
+        description=f"any of {', '.join(by_task(while_training=True))}; default: passkey, with texts also perplexity",
     )
     lengths: list[PositiveInt] | None = Field(
-        None, description="tokens of prompts and windows; default: train_length, doubled up to target_length"
+        None, description="lengths of prompts and windows in tokens; default: train_length, doubled up to target_length"
     )
     texts: list[str] = Field([], description=f"files of UTF-8 text, one document each, for {with_texts()}")
 

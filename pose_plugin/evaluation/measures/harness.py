@@ -46,7 +46,7 @@ class Harness(Measure):
     harness: list[str] = Field([], description="tasks of lm-eval, e.g. niah_single_1,ruler_vt,longbench")
     harness_limit: PositiveInt | None = Field(None, description="samples per task; default: all")
     harness_path: str | None = Field(None, description="a folder with more lm-eval task YAMLs")
-    seed: StrictInt = Field(0, description="of random numbers in tasks")
+    seed: StrictInt = Field(0, description="random seed of the tasks")
 
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
         super().prepare(tokenizer, lengths, windows)

@@ -61,12 +61,12 @@ class LongPPL(Measure):
 
     evaluator: str | None = Field(
         None,
-        description="the model (folder or hub name) that decides which tokens are key; the command: the last MODEL",
+        description="the model (folder or hub name) that selects the key tokens; the command: the last MODEL",
     )
     short_context: PositiveInt | None = Field(
         None, description="K, the short context in tokens; default: the trained window"
     )
-    max_tokens: PositiveInt | None = Field(None, description="tokens of each text, from its start; default: all")
+    max_tokens: PositiveInt | None = Field(None, description="tokens used from the start of each text; default: all")
     alpha: float = 2.0
     beta: float = -2.0
 

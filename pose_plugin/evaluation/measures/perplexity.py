@@ -62,12 +62,14 @@ class Perplexity(Measure):
     needs_texts: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
-    stride: PositiveInt | None = Field(None, description="tokens from window to window; default: half of each length")
+    stride: PositiveInt | None = Field(
+        None, description="tokens between the starts of two windows; default: half of each length"
+    )
     max_windows: PositiveInt | None = Field(
         None, description="windows per length, spread evenly; the command reads all by default",
         json_schema_extra={"training": 10},
     )  # fmt: skip
-    max_tokens: PositiveInt | None = Field(None, description="tokens of each text, from its start; default: all")
+    max_tokens: PositiveInt | None = Field(None, description="tokens used from the start of each text; default: all")
     bos: bool | None = None
     buckets: PositiveInt = 8
 

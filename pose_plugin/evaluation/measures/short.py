@@ -27,7 +27,7 @@ class Short(Perplexity):
     ranked: ClassVar[bool] = False
     comparison: ClassVar[tuple[str, str] | None] = ("against {first}", "skill")
 
-    short_length: PositiveInt | None = Field(None, description="its window in tokens; default: the base's own window")
+    short_length: PositiveInt | None = Field(None, description="window length in tokens; default: the base's window")
     max_windows: PositiveInt | None = Field(20, description="windows", json_schema_extra={"training": 10})
 
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
