@@ -20,7 +20,7 @@ def table(result: dict[str, Any]) -> str:
         ("Loss by position, nats per token", loss_rows(result)),
         ("Loss at the last eighth, by text", text_rows(result)),
         ("Gap probe, nats per token", rows({name: row["gap"] for name, row in models.items()}, "{:.2f}")),
-        ("Passkey, found of tried", passkey_rows(models)),
+        ("Passkey, found / prompts", passkey_rows(models)),
     ]
     if any("topics" in row for row in models.values()):
         parts.append(("Topics", rows({name: row["topics"] for name, row in models.items()}, "{:.2f}")))
