@@ -23,14 +23,14 @@ CHECKPOINTING = {"off": None, "reentrant": True, "not reentrant": False}
 BATCHES = (1, 2)
 
 TRL: dict[str, dict[str, Any]] = {
-    "one document a row": {},
+    "one document per row": {},
     "packing_strategy: wrapped": {"packing": True, "packing_strategy": "wrapped"},
     "packing_strategy: bfd": {"packing": True, "packing_strategy": "bfd"},
     "packing_strategy: bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
     "padding_free": {"padding_free": True, "max_length": None},
 }
 AXOLOTL: dict[str, dict[str, Any]] = {
-    "one document a row": {},
+    "one document per row": {},
     "pad_to_sequence_len": {"pad_to_sequence_len": True, "sequence_len": 96},
     "sample_packing": {"sample_packing": True, "sequence_len": 128, "pad_to_sequence_len": False},
     "sample_packing, pad_to_sequence_len": {"sample_packing": True, "sequence_len": 128, "pad_to_sequence_len": True},
