@@ -61,9 +61,10 @@ def imports(model: str) -> dict[str, float]:
     """Processor seconds of `import pose_plugin` and of `pose-plugin --help`, without those of Python itself."""
     bare = _seconds_of("pass")
     # Before `python -m pose_plugin` existed, the command was in pose_plugin.cli.
-    command = "import importlib.util as u, runpy, sys; sys.argv = ['pose-plugin', '--help']; " + (
-        "name = 'pose_plugin' if u.find_spec('pose_plugin.__main__') else 'pose_plugin.cli'; "
-        "runpy.run_module(name, run_name='__main__')"
+    command = (
+        "import os, runpy, sys, pose_plugin; sys.argv = ['pose-plugin', '--help']; "
+        "new = os.path.exists(os.path.join(os.path.dirname(pose_plugin.__file__), '__main__.py')); "
+        "runpy.run_module('pose_plugin' if new else 'pose_plugin.cli', run_name='__main__')"
     )
     return {
         "import pose_plugin": _seconds_of("import pose_plugin") - bare,
