@@ -141,6 +141,16 @@ def test_coverage_agrees_with_the_published_table():
         assert np.abs(np.array(chance[name]) - values).max() < 0.025
 
 
+def test_overhead_measures_all_that_it_lists(tmp_path):
+    command = [sys.executable, str(FOLDER / "overhead.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    (seconds,) = json.loads((tmp_path / "overhead.json").read_text())["seconds"].values()
+    assert len(seconds) == 7 and all(f"| {name} |" in done.stdout for name in seconds)
+    # The first two are differences between processes, so noise may make them negative.
+    assert all(value > 0 for value in list(seconds.values())[2:])
+
+
 def test_the_gpu_checks_run_on_a_cpu(tmp_path):
     """The GPU checks are not stale: their short form passes on a CPU."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
