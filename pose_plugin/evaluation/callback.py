@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from pose_plugin.config import PoSESettings
 from pose_plugin.evaluation.measure import Measure, Windows, require_same_tokens
 from pose_plugin.evaluation.memory import TooLittleMemory, require_room, tokens_at_once
-from pose_plugin.evaluation.model import device_of, innermost
+from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.results import Result, joined
 from pose_plugin.evaluation.settings import parse_block
 from pose_plugin.evaluation.sharded import InStep, agreed, in_step, require_same_plan, undivided
@@ -22,6 +22,7 @@ from pose_plugin.utils.distributed import outside_training, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.journal import digest
 from pose_plugin.utils.log import log
+from pose_plugin.utils.models import unwrap
 
 
 class EvaluationCallback(TrainerCallback):
@@ -106,7 +107,7 @@ class EvaluationCallback(TrainerCallback):
                 raise PoSEError("EvaluationCallback has no tokenizer: give it one, or the trainer a processing_class")
             model = in_step(model, self.trainer)
             # Before long prompts are made that no memory could read.
-            require_room(innermost(model).config, min(self.lengths, default=1), device_of(model))
+            require_room(unwrap(model).config, min(self.lengths, default=1), device_of(model))
             for measure in self.measures:
                 try:
                     measure.prepare(tokenizer, self.lengths, self._windows(model))
@@ -122,7 +123,7 @@ class EvaluationCallback(TrainerCallback):
     def _windows(self, model: Any) -> Windows:
         from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 
-        config = text_config(innermost(model).config)
+        config = text_config(unwrap(model).config)
         noted = (lookup(config, RECORD_KEY) or {}).get("original_length")
         return Windows(noted or self.train_length or config.max_position_embeddings, self.train_length)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.memory import LOGIT_BYTES, in_batches
-from pose_plugin.evaluation.model import device_of, evaluating, head_doing, innermost, progress_bar, takes
+from pose_plugin.evaluation.model import device_of, evaluating, head_doing, progress_bar, takes, unwrap
 from pose_plugin.utils.errors import PoSEError
 
 Found = TypeVar("Found")
@@ -70,12 +70,12 @@ class TokenLoss:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        vocab = innermost(model).config.get_text_config().vocab_size
+        vocab = unwrap(model).config.get_text_config().vocab_size
         self.rows = max(1, LOGIT_BYTES // 4 // vocab)
         self.at_head = self._agrees(torch.arange(8, device=device_of(model))[None] % vocab)
         if not self.at_head and not takes(model, "logits_to_keep"):
             raise PoSEError(
-                f"model={type(innermost(model)).__name__} changes its logits in its own way and takes no "
+                f"model={type(unwrap(model)).__name__} changes its logits in its own way and takes no "
                 "logits_to_keep, so perplexity cannot be measured in pieces; use a transformers model class"
             )
 
@@ -135,7 +135,7 @@ class TokenLoss:
 
     def _after_head(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale or cap the output of the head as Cohere, Granite and Gemma 2 do."""
-        config = innermost(self.model).config.get_text_config()
+        config = unwrap(self.model).config.get_text_config()
         if scale := getattr(config, "logit_scale", None):
             logits = logits * scale
         if divisor := getattr(config, "logits_scaling", None):

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import device_of, evaluating, innermost, last_logits
+from pose_plugin.evaluation.model import device_of, evaluating, last_logits
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.distributed import gather
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import unwrap
 
 GROUP = Path("/sys/fs/cgroup")
 """Where the limits of a container are."""
@@ -125,7 +126,7 @@ def _too_little(length: int, needed: int, free: int | None, device: torch.device
 
 def bytes_needed(model: Any, length: int, tokens: int) -> int:
     """Return the forecast of `estimate_bytes` for a live model; weights that are gathered for a forward count."""
-    config, parameter = getattr(innermost(model), "config", None), next(model.parameters(), None)
+    config, parameter = getattr(unwrap(model), "config", None), next(model.parameters(), None)
     if config is None or parameter is None:
         return 0
     gathered = model.gathered_bytes if isinstance(model, InStep) else 0
@@ -209,7 +210,7 @@ class Forecast:
 
 def forecast(model: Any, works: Sequence[Work], batch_size: int | None = None) -> list[Forecast]:
     """Return what each piece of work will take: one short forward is timed and extrapolated."""
-    config = innermost(model).config.get_text_config()
+    config = unwrap(model).config.get_text_config()
     # A table of learned positions ends at its maximum.
     probe = min(PROBE, getattr(config, "max_position_embeddings", None) or PROBE)
     speed = operations(model, probe) / max(_seconds(model, probe), 1e-6)
@@ -230,7 +231,7 @@ def forecast(model: Any, works: Sequence[Work], batch_size: int | None = None) -
 
 def operations(model: Any, length: int) -> float:
     """Return about how many floating-point operations a forward has: 2 per weight and token, and attention."""
-    config = innermost(model).config.get_text_config()
+    config = unwrap(model).config.get_text_config()
     hidden, layers = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     embedding = getattr(config, "vocab_size", 0) * hidden
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -238,7 +239,7 @@ def operations(model: Any, length: int) -> float:
 
 
 def _seconds(model: Any, length: int) -> float:
-    device, vocabulary = device_of(model), innermost(model).config.get_text_config().vocab_size
+    device, vocabulary = device_of(model), unwrap(model).config.get_text_config().vocab_size
     ids = (torch.arange(length, device=device) % vocabulary)[None]
     with evaluating(model):
         # The first forward also compiles kernels and fills caches.

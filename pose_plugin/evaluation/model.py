@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.models import unwrap as innermost
+from pose_plugin.utils.models import unwrap
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Te
     Raises:
         PoSEError: for a model that has no output embeddings.
     """
-    inner = innermost(model)
+    inner = unwrap(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise PoSEError(
@@ -147,4 +147,4 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | No
 
 def takes(model: Any, name: str) -> bool:
     """Return whether the model's forward has an argument of this name."""
-    return name in inspect.signature(innermost(model).forward).parameters
+    return name in inspect.signature(unwrap(model).forward).parameters
