@@ -1,5 +1,5 @@
 # `make demo` and `make test` build what they need; everything else assumes one of their environments.
-.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl lint docs clean
+.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl fuzz lint docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z.0-9 -]+:.*##' Makefile | sed 's/:[^#]*##/ -/'
@@ -20,6 +20,9 @@ test-fast:       ## the quick tests in the environment you are in (pip install -
 
 test-3.11 test-3.12 test-trl:
 	.ci/test $(@:test-%=%)
+
+fuzz:            ## an hour of random settings, documents, folders, answers and command lines
+	POSE_FUZZ_EXAMPLES=20000 .ci/with 3.11 python -m pytest -q tests/fuzz
 
 lint:            ## ruff and mypy
 	.ci/with 3.11 ruff check .
