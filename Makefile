@@ -1,5 +1,7 @@
 # `make demo` and `make test` build what they need; everything else assumes one of their environments.
-.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl fuzz lint docs clean
+# The environment that lint and docs use; `make lint RUN=` uses the one you are in.
+RUN ?= .ci/with 3.11
+.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl fuzz lint docs dist clean
 
 help:            ## list the targets
 	@grep -E '^[a-z.0-9 -]+:.*##' Makefile | sed 's/:[^#]*##/ -/'
@@ -25,13 +27,16 @@ fuzz:            ## an hour of random settings, documents, folders, answers and 
 	POSE_FUZZ_EXAMPLES=20000 .ci/with 3.11 python -m pytest -q tests/fuzz
 
 lint:            ## ruff and mypy
-	.ci/with 3.11 ruff check .
-	.ci/with 3.11 ruff format --check .
-	.ci/with 3.11 mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 docs:            ## build the site into site/
-	.ci/with 3.11 pip install -q -e ".[docs]"
-	.ci/with 3.11 mkdocs build --strict --config-file .ci/mkdocs.yml
+	$(RUN) pip install -q -e ".[docs]"
+	$(RUN) mkdocs build --strict --config-file .ci/mkdocs.yml
+
+dist:            ## build the wheel and the sdist into dist/, check them, install them in clean environments
+	.ci/dist $(EXTRAS)
 
 clean:           ## remove environments and outputs
 	rm -rf .venv-* outputs build dist site
