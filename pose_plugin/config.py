@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
@@ -23,12 +24,14 @@ from pydantic_core import PydanticCustomError
 from pose_plugin.positions.samplers import SAMPLERS, all_options, names_with
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import LONGEST, length_or_same
 
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
 # bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
-# The upper end is what a position can be on every backend, 32-bit kernels included.
-PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
+PositiveInt = Annotated[StrictInt, Field(ge=1, le=LONGEST)]
+# Tokens: 32768, or "32k" as on the command line.
+Length = Annotated[StrictInt, BeforeValidator(length_or_same), Field(ge=1, le=LONGEST)]
 # A quoted "no" in a YAML is a string, and pydantic would silently read it as false.
 Switch = Annotated[bool, Field(strict=True)]
 
@@ -62,9 +65,7 @@ class RopeSettings(Strict):
     theta: Annotated[float, Field(gt=1)] | None = Field(
         None, description="the new RoPE base; required with `type: base`"
     )
-    original_length: PositiveInt | None = Field(
-        None, description="L_0 in tokens; default: from the base model's config"
-    )
+    original_length: Length | None = Field(None, description="L_0 in tokens; default: from the base model's config")
     beta_fast: Annotated[float, Field(gt=0)] = Field(
         32.0, description="yarn: dimensions that rotate more often than this within L_0 are kept"
     )
@@ -113,8 +114,8 @@ class RopeSettings(Strict):
 class PoSESettings(Strict):
     """The `pose:` block. The same fields are the keyword arguments of `PoSECollator`."""
 
-    target_length: PositiveInt = Field(description="L_t, the target window in tokens")
-    train_length: PositiveInt | None = Field(
+    target_length: Length = Field(description="L_t, the target window in tokens")
+    train_length: Length | None = Field(
         None,
         description="L_c, the trained window in tokens; default: Axolotl's sequence_len, or each row's own length",
     )
@@ -139,7 +140,7 @@ class PoSESettings(Strict):
     unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="share of rows that keep their ordinary positions 0, 1, 2, …"
     )
-    target_margin: Annotated[StrictInt, Field(ge=0)] = Field(
+    target_margin: Annotated[StrictInt, BeforeValidator(length_or_same), Field(ge=0)] = Field(
         0,
         description="how far beyond target_length to draw positions, because the longest distances are the rarest",
     )

@@ -62,7 +62,8 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
     """
     if isinstance(rope, RopeSettings):
         rope = rope.model_dump(exclude_unset=True)
-    settings = parse_settings({"target_length": target_length, "rope": rope}).rope
+    parsed = parse_settings({"target_length": target_length, "rope": rope})
+    settings, target_length = parsed.rope, parsed.target_length
     kind = KINDS[settings.type]
     source = read_rope(config, settings.original_length)
     if kind.stretches:

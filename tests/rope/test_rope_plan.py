@@ -197,7 +197,7 @@ def test_the_old_spelling_type_is_accepted():
     assert raw.rope_parameters == plan.rope_parameters
 
 
-@pytest.mark.parametrize("target", [16384.0, "16384", True, 0])
+@pytest.mark.parametrize("target", [16384.0, "16384 tokens", True, 0])
 def test_target_length_must_be_a_whole_number(target):
     with pytest.raises(PoSEError, match="target_length"):
         plan_rope(llama(), target)

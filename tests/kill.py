@@ -1,0 +1,190 @@
+"""Kill a command with SIGKILL at random moments, run it again, and compare with a run that nobody killed.
+
+$POSE_KILLS sets how many moments each test tries; the default is small. A moment is either a point, just before a call
+that changes files, or a time. What is tested must hold at every moment, so no result depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KILLS = int(os.environ.get("POSE_KILLS", "3"))
+# The calls before which a run is killed: those of the operating system, and those of open files.
+_SYSTEM = {"open", "fsync", "replace", "rename", "link", "symlink", "mkdir", "unlink", "rmdir", "chmod", "sendfile"}
+_FILE = {"write", "writelines", "flush", "close", "truncate", "__exit__"}
+
+
+@dataclass
+class Child:
+    """How a forked run ended.
+
+    Attributes:
+        killed: whether it was killed; else it returned `value`.
+        points: calls that changed files, up to the end.
+        seconds: how long it took.
+    """
+
+    killed: bool
+    value: Any = None
+    points: int = 0
+    seconds: float = 0.0
+    output: str = ""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder by their relative paths."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def survives(
+    command: Callable[[Path], Any],
+    root: Path,
+    result: Callable[[Path], Any] = files,
+    prepare: Callable[[Path], None] = lambda folder: None,
+    seed: int = 0,
+    kills: int | None = None,
+) -> Counter[str]:
+    """Assert that a run that was killed, once or twice, and then run again ends as one that was not.
+
+    Args:
+        command: runs in a forked child, on the folder that it is given. It must not raise.
+        root: folder for the folders of all runs.
+        result: what is compared, after the run.
+        prepare: fills a folder before its first run.
+        seed: chooses the moments.
+        kills: default: $POSE_KILLS.
+
+    Returns:
+        How many runs were killed at a point, at a time, or had ended before.
+
+    Example:
+        >>> survives(lambda folder: main(["card", str(folder)]), tmp_path, prepare=lambda f: shutil.copytree(saved, f))
+    """
+    draw = random.Random(seed)
+    whole, ended = run(command, _new(root / "whole", prepare)), Counter[str]()
+    expected = result(root / "whole")
+    for number in range(KILLS if kills is None else kills):
+        folder = _new(root / f"killed{number}", prepare)
+        moments = []
+        for _ in range(draw.choice((1, 1, 2))):
+            # Times serve calls that last long, such as saving weights; files change at points.
+            if draw.random() < 0.75:
+                moments.append(("point", draw.randrange(max(1, whole.points))))
+                killed = run(command, folder, point=moments[-1][1]).killed
+            else:
+                moments.append(("time", draw.random()))
+                killed = run(command, folder, seconds=moments[-1][1] * whole.seconds).killed
+            ended[moments[-1][0] if killed else "ended before"] += 1
+        again = run(command, folder)
+        assert again.value == whole.value, (moments, again)
+        assert result(folder) == expected, (moments, again.output)
+    return ended
+
+
+def _new(folder: Path, prepare: Callable[[Path], None]) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def run(command: Callable[[Path], Any], folder: Path, point: int | None = None, seconds: float | None = None) -> Child:
+    """Run `command(folder)` in a forked child.
+
+    Args:
+        point: kill it before the call of this number that changes files, from 0.
+        seconds: kill it after this time.
+
+    Raises:
+        AssertionError: it raised, or died otherwise.
+    """
+    where = folder.with_name(f".{folder.name}.child")
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _child(command, folder, where, point)
+    if seconds is not None:
+        timer = threading.Timer(seconds, _kill, (pid,))
+        timer.start()
+    _, status = os.waitpid(pid, 0)
+    if seconds is not None:
+        # The child is a zombie until it is waited for, so its number cannot have become another process's in time.
+        timer.cancel()
+    _kill(pid)  # what it started itself, e.g. a process that reloads a folder
+    output = where.with_suffix(".output").read_text(errors="replace") if where.with_suffix(".output").exists() else ""
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and (point, seconds) != (None, None):
+        return Child(killed=True, output=output)
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0, output
+    value, points = pickle.loads(where.read_bytes())
+    return Child(False, value, points, time.monotonic() - started, output)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or is not a group yet
+        os.killpg(group, signal.SIGKILL)
+
+
+def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int | None) -> None:
+    """Run the command, store what it returned, and exit. Never returns."""
+    os.setsid()
+    code = 1
+    try:
+        with where.with_suffix(".output").open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        watch = _Watch(point)
+        value = watch.over(command, folder)
+        where.write_bytes(pickle.dumps((value, watch.points)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Watch:
+    """Counts the calls that change files, in all threads, and kills this process before one of them."""
+
+    def __init__(self, point: int | None) -> None:
+        self.points = 0
+        self._point = point
+
+    def over(self, command: Callable[[Path], Any], folder: Path) -> Any:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            return command(folder)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def __call__(self, frame: Any, event: str, called: Any) -> None:
+        if event != "c_call" or not _changes_files(called):
+            return
+        if self.points == self._point:
+            os.killpg(0, signal.SIGKILL)
+        self.points += 1
+
+
+def _changes_files(called: Any) -> bool:
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, io.IOBase):
+        return called.__name__ in _FILE and owner not in (sys.stdout, sys.stderr)
+    return called.__name__ in _SYSTEM and getattr(owner, "__name__", None) in ("posix", "io", "_io")
