@@ -12,6 +12,7 @@ writes `position_ids` and what keeps the chunks of a document together:
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -34,6 +35,8 @@ _MOST_WORKERS = 256
 _MASKS = ("assistant_masks", "completion_mask")
 # Bookkeeping columns of the frameworks, which are not model inputs and could not be stacked.
 _DROPPED = ("position_ids", "length", "seq_lengths")
+# Columns with an entry per token in all frameworks; a column of another length could not be cut with the tokens.
+_PER_TOKEN = ("labels", "attention_mask", "token_type_ids", *_MASKS)
 
 
 class Packing(str, Enum):
@@ -171,6 +174,7 @@ class PositionCollator:
         rows, packing = _rows_of(features)
         for row in rows:
             for document in row:
+                _require_equal_lengths(document)
                 _require_one_document(document)
         rows = [[_unpadded(document) for document in row] for row in rows]
         windows = iter(draw([document for row in rows for document in row]))
@@ -304,28 +308,49 @@ def _from_zero(window: Window) -> Window:
 
 
 def _rows_of(features: Sequence[Any]) -> tuple[list[list[Feature]], Packing | None]:
-    """Return each row as the list of its documents, and how rows hand them over."""
-    if not features:
+    """Return each row as the list of its documents, and how rows hand them over.
+
+    Raises:
+        PoSEError: no rows, rows of several kinds, or lengths of documents that do not add up.
+    """
+    kinds = {_packing_of(feature) for feature in features}
+    if not kinds:
         raise PoSEError("the collator was called with no features")
-    if isinstance(features[0], list):
-        return [list(pack) for pack in features], Packing.LISTS
-    if "seq_lengths" in features[0]:
-        return [_split(feature) for feature in features], Packing.SEQ_LENGTHS
-    return [[feature] for feature in features], None
+    if len(kinds) > 1:
+        names = " and ".join(sorted("single documents" if kind is None else kind.value for kind in kinds))
+        raise PoSEError(f"one batch has rows of several kinds ({names}); give all rows the column seq_lengths, or none")
+    (packing,) = kinds
+    if packing is Packing.LISTS:
+        return [list(pack) for pack in features], packing
+    if packing is Packing.SEQ_LENGTHS:
+        return [_split(feature) for feature in features], packing
+    return [[feature] for feature in features], packing
+
+
+def _packing_of(feature: Any) -> Packing | None:
+    if isinstance(feature, list):
+        return Packing.LISTS
+    return Packing.SEQ_LENGTHS if "seq_lengths" in feature else None
 
 
 def _split(feature: Feature) -> list[Feature]:
-    """Return the documents of a row that TRL packed; `seq_lengths` holds their lengths."""
-    ends = np.cumsum(feature["seq_lengths"])
-    size = len(feature["input_ids"])
-    starts = [0, *ends[:-1]]
+    """Return the documents of a row that TRL packed; `seq_lengths` holds their lengths.
+
+    Raises:
+        PoSEError: the lengths do not add up to the row, so tokens would be lost or positions would run back.
+    """
+    lengths = np.asarray(feature["seq_lengths"])
+    size = len(feature.get("input_ids", ()))
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 1).any() or lengths.sum() != size:
+        raise PoSEError(
+            f"seq_lengths={reprlib.repr(lengths.tolist())} of a row of {size} tokens: give the length of each of "
+            "its documents, whole numbers of at least 1 that add up to the row"
+        )
+    ends = np.cumsum(lengths).tolist()
+    own = {key: value for key, value in feature.items() if key not in _DROPPED}
     return [
-        {
-            key: value[begin:end] if _per_token(value, size) else value
-            for key, value in feature.items()
-            if key not in _DROPPED
-        }
-        for begin, end in zip(starts, ends, strict=True)
+        {key: value[begin:end] if _per_token(value, size) else value for key, value in own.items()}
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
 
 
@@ -344,11 +369,6 @@ def _joined(documents: list[Feature]) -> Feature:
 def _cut(feature: Feature, window: Window) -> Feature:
     """Keep the window's tokens in every per-token column, and drop the columns that the batch does not need."""
     size = len(feature["input_ids"])
-    if "labels" in feature and not _per_token(feature["labels"], size):
-        raise PoSEError(
-            f"one sample has {size} input_ids and {np.size(feature['labels'])} labels; give every token a label, "
-            f"{IGNORED_LABEL} for no loss"
-        )
     whole = len(window.content) == size
     result = {}
     for key, value in feature.items():
@@ -386,6 +406,16 @@ def _unpadded(feature: Feature) -> Feature:
             "padding at its ends can be removed. Remove the hidden tokens from the sample"
         )
     return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
+
+
+def _require_equal_lengths(feature: Feature) -> None:
+    size = len(feature.get("input_ids", ()))
+    for name in _PER_TOKEN:
+        if name in feature and not _per_token(feature[name], size):
+            raise PoSEError(
+                f"one sample has {size} input_ids and {np.size(feature[name])} {name}; give one per token (labels: "
+                f"{IGNORED_LABEL} for no loss), or remove the column"
+            )
 
 
 def _require_one_document(feature: Feature) -> None:
@@ -426,6 +456,11 @@ def supervised(feature: Feature) -> np.ndarray | None:
 
 def _tokens(feature: Feature) -> np.ndarray:
     if "input_ids" not in feature:
+        if any(str(name).startswith(("chosen", "rejected")) for name in feature):
+            raise PoSEError(
+                f"a feature has the columns {sorted(feature)}: preference data (DPO, reward models) is not supported. "
+                "Extend the window with SFTTrainer first"
+            )
         raise PoSEError(
             f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
             "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"

@@ -6,6 +6,7 @@ Symbols of the whole package, in tokens: `L_c` is the trained window (`train_len
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,22 +24,32 @@ from pydantic_core import PydanticCustomError
 
 from pose_plugin.positions.samplers import SAMPLERS, all_options, names_with
 from pose_plugin.rope.stretch import KINDS
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, did_you_mean
 from pose_plugin.utils.lengths import LONGEST, length_or_same
 
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
-# bool is a subclass of int, so StrictInt alone would let `target_length: true` through as 1.
+# The types of numbers. Each has both limits, and a test refuses a numeric setting without them. StrictInt, as `true`
+# would otherwise pass as 1.
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=LONGEST)]
 # Tokens: 32768, or "32k" as on the command line.
-Length = Annotated[StrictInt, BeforeValidator(length_or_same), Field(ge=1, le=LONGEST)]
+Length = Annotated[StrictInt, Field(ge=1, le=LONGEST), BeforeValidator(length_or_same)]
+LengthOrZero = Annotated[StrictInt, Field(ge=0, le=LONGEST), BeforeValidator(length_or_same)]
+Seed = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Stretch = Annotated[float, Field(ge=1, le=LONGEST)]
+Rotations = Annotated[float, Field(gt=0, le=LONGEST)]
+Scale = Annotated[float, Field(gt=0, le=1000)]
+# Float32, in which frequencies are computed, ends at 3e38.
+Theta = Annotated[float, Field(gt=1, le=1e30)]
 # A quoted "no" in a YAML is a string, and pydantic would silently read it as false.
 Switch = Annotated[bool, Field(strict=True)]
 
 
 def _known_sampler(name: str) -> str:
     if name not in SAMPLERS:
-        raise PydanticCustomError("unknown_sampler", "input should be one of {names}", {"names": ", ".join(SAMPLERS)})
+        known = {"names": ", ".join(SAMPLERS), "close": did_you_mean(name, SAMPLERS)}
+        raise PydanticCustomError("unknown_sampler", "input should be one of {names}{close}", known)
     return name
 
 
@@ -59,28 +70,22 @@ class RopeSettings(Strict):
     """
 
     type: str = Field("yarn", description="auto selects a type for the base model, none keeps the frequencies")
-    factor: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="s, the scaling factor; default: target_length / original_length"
-    )
-    theta: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="the new RoPE base; required with `type: base`"
-    )
+    factor: Stretch | None = Field(None, description="s, the scaling factor; default: target_length / original_length")
+    theta: Theta | None = Field(None, description="the new RoPE base; required with `type: base`")
     original_length: Length | None = Field(None, description="L_0 in tokens; default: from the base model's config")
-    beta_fast: Annotated[float, Field(gt=0)] = Field(
+    beta_fast: Rotations = Field(
         32.0, description="yarn: dimensions that rotate more often than this within L_0 are kept"
     )
-    beta_slow: Annotated[float, Field(gt=0)] = Field(
+    beta_slow: Rotations = Field(
         1.0, description="yarn: dimensions that rotate less often than this within L_0 are divided by s"
     )
-    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+    attention_factor: Scale | None = Field(
         None, description="yarn, longrope: the scale of cos and sin; default: the paper's formula"
     )
-    low_freq_factor: Annotated[float, Field(gt=0)] = Field(
+    low_freq_factor: Rotations = Field(
         1.0, description="llama3: wavelengths above L_0 / low_freq_factor are divided by s"
     )
-    high_freq_factor: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="llama3: wavelengths below L_0 / high_freq_factor are kept"
-    )
+    high_freq_factor: Rotations = Field(4.0, description="llama3: wavelengths below L_0 / high_freq_factor are kept")
     factors_file: str | None = Field(
         None, description="longrope: a JSON file with the lists long_factor and short_factor"
     )
@@ -89,7 +94,7 @@ class RopeSettings(Strict):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in KINDS:
-            raise ValueError(f"rope.type={name} is unknown; use {', '.join(KINDS)}")
+            raise ValueError(f"rope.type={name} is unknown{did_you_mean(name, KINDS)}; use {', '.join(KINDS)}")
         return name
 
     @model_validator(mode="after")
@@ -137,16 +142,12 @@ class PoSESettings(Strict):
     mask_seam: Switch = Field(
         True, description="exclude tokens from the loss if the token before them is left out (content skip or aligned)"
     )
-    unskipped_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of rows that keep their ordinary positions 0, 1, 2, …"
-    )
-    target_margin: Annotated[StrictInt, BeforeValidator(length_or_same), Field(ge=0)] = Field(
+    unskipped_ratio: Share = Field(0.0, description="share of rows that keep their ordinary positions 0, 1, 2, …")
+    target_margin: LengthOrZero = Field(
         0,
         description="how far beyond target_length to draw positions, because the longest distances are the rarest",
     )
-    seed: StrictInt = Field(
-        0, description="random seed; positions depend only on it, the epoch and the document's tokens"
-    )
+    seed: Seed = Field(0, description="random seed; positions depend only on it, the epoch and the document's tokens")
     self_test: Switch = Field(
         True, description="check before the first step that the chunks of a row can attend to each other"
     )
@@ -162,7 +163,7 @@ class PoSESettings(Strict):
             return {"type": value}
         if not isinstance(value, (dict, RopeSettings)):
             raise ValueError(
-                f"rope={value!r} is neither a name ({', '.join(KINDS)}) nor a block such as "
+                f"rope={reprlib.repr(value)} is neither a name ({', '.join(KINDS)}) nor a block such as "
                 "{type: base, theta: 2.0e8}"
             )
         return value
@@ -174,6 +175,11 @@ class PoSESettings(Strict):
                 f"target_length={self.target_length} is smaller than the trained window "
                 f"train_length={self.train_length}; set target_length to the window you want, "
                 "or shorten train_length (Axolotl: sequence_len)"
+            )
+        if self.target_length + self.target_margin > LONGEST:
+            raise ValueError(
+                f"target_length={self.target_length} and target_margin={self.target_margin} reach beyond position "
+                f"{LONGEST}, the largest that every kernel can read; lower target_margin"
             )
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
@@ -215,7 +221,7 @@ def parse_settings(values: dict[str, Any] | PoSESettings, where: str = "pose") -
     if isinstance(values, PoSESettings):
         return values
     if not isinstance(values, dict):
-        raise PoSEError(f"`{where}:` is {values!r}, but must be a block with at least target_length")
+        raise PoSEError(f"`{where}:` is {reprlib.repr(values)}, but must be a block with at least target_length")
     try:
         return PoSESettings(**values)
     except ValidationError as error:
@@ -244,7 +250,10 @@ def _sentence(item: Any, where: str, model: type[BaseModel], blocks: dict[str, t
     if kind == "missing":
         return f"{key} is missing: {field.description if field else 'required'}. Add it, e.g. `{path[-1]}: 32768`"
     if kind == "extra_forbidden":
-        return f"{key}={item['input']!r} is not a known key. Known keys: {', '.join(model.model_fields)}"
+        nested = [f"{name}.{inner}" for name, block in blocks.items() for inner in block.model_fields]
+        close = did_you_mean(path[-1], [*model.model_fields, *(nested if len(path) == 1 else [])])
+        known = ", ".join(model.model_fields)
+        return f"{key}={reprlib.repr(item['input'])} is not a known key{close}. Known keys: {known}"
     if kind == "value_error":
         return f"{where}: {item['ctx']['error']}"
     meaning = f" ({field.description})" if field is not None and field.description else ""
@@ -254,4 +263,4 @@ def _sentence(item: Any, where: str, model: type[BaseModel], blocks: dict[str, t
         hint = f"; write {int(value)}"
     if kind == "bool_type":
         hint = "; write true or false, without quotes"
-    return f"{key}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}{hint}{meaning}"
+    return f"{key}={reprlib.repr(value)}: {item['msg'][0].lower()}{item['msg'][1:]}{hint}{meaning}"

@@ -244,6 +244,29 @@ def test_seq_lengths():
     }
 
 
+@pytest.mark.parametrize("lengths", [[10], [5, 5], [-1, 10], [9, 0], [], [4.0, 5.0], [[4, 5]], [True] * 9, 9])
+@pytest.mark.parametrize("training", [True, False])
+def test_seq_lengths_that_are_not_those_of_the_documents(lengths, training):
+    """They would lose tokens, or let positions run back inside a document."""
+    collate = collator(trl_language_modeling(padding_free=True))
+    collate.training = training
+    with pytest.raises(PoSEError, match=r"seq_lengths=.* of a row of 9 tokens"):
+        collate([{"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": lengths}])
+
+
+def test_rows_of_several_kinds_in_one_batch():
+    packed = {"input_ids": SIX, "labels": SIX, "seq_lengths": [6]}
+    for features in ([packed, *rows(THREE)], [*rows(THREE), packed], [rows(SIX), *rows(THREE)]):
+        with pytest.raises(PoSEError, match="several kinds"):
+            collator()(features)
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "token_type_ids", "completion_mask"])
+def test_a_column_of_another_length_than_the_tokens(name):
+    with pytest.raises(PoSEError, match=f"6 input_ids and 5 {name}"):
+        collator(train_length=4)([{"input_ids": SIX, name: [1] * 5}])
+
+
 def test_seq_lengths_follow_documents_that_were_cut():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     cut = [window([0, 1, 9, 10], [0, 1, 4, 5]), window([0, 7], [0, 2])]
@@ -451,6 +474,7 @@ def test_a_document_beyond_the_target_is_refused():
     [
         ([], "called with no features"),
         ([{"text": "a"}], r"columns \['text'\], but no input_ids"),
+        ([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}], "preference data .* is not supported"),
         ([{"input_ids": []}], r"shape \(0,\); a non-empty 1-D list is needed"),
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\); a non-empty 1-D list is needed"),
     ],
@@ -660,12 +684,10 @@ def test_padding_from_tokenisation_is_removed(mask, tokens):
     assert alone["position_ids"][0].tolist() == batch["position_ids"][0, :4].tolist(), "positions of the tokens alone"
 
 
-def test_tokens_hidden_in_the_middle_and_labels_of_another_length_are_refused():
+def test_tokens_hidden_in_the_middle_are_refused():
     collate = PoSECollator(make_tokenizer(), target_length=64)
     with pytest.raises(PoSEError, match="hides 1 of its tokens in the middle"):
         collate([{"input_ids": SIX, "attention_mask": [1, 1, 0, 1, 1, 1]}])
-    with pytest.raises(PoSEError, match="6 input_ids and 1 labels"):
-        collate([{"input_ids": SIX, "labels": [1]}])
 
 
 def test_arguments_that_are_not_a_tokenizer_or_a_collator():

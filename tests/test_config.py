@@ -24,11 +24,16 @@ REFUSED = [
     ({"target_length": 10**12}, f"pose.target_length={10**12}", "2147483647"),
     ({"self_test": "no"}, "pose.self_test='no'", "write true or false, without quotes"),
     ({"mask_seam": 0}, "pose.mask_seam=0", "write true or false"),
-    ({"target_lenght": 5}, "pose.target_lenght=5", ", ".join(PoSESettings.model_fields)),
+    ({"target_lenght": 5}, "pose.target_lenght=5", "target_length?", ", ".join(PoSESettings.model_fields)),
+    ({"Sampler": "pose"}, "pose.Sampler='pose'", "did you mean sampler?"),
+    ({"theta": 5e5}, "pose.theta=500000.0", "did you mean rope.theta?"),
     ({"seed": "a"}, "pose.seed='a'"),
+    ({"seed": 2**63}, f"pose.seed={2**63}", f"{2**63 - 1}"),
     ({"unskipped_ratio": 1.5}, "pose.unskipped_ratio=1.5", "less than or equal to 1"),
     ({"target_margin": -1}, "pose.target_margin=-1", "greater than or equal to 0"),
-    ({"sampler": "posse"}, "pose.sampler='posse'", ", ".join(SAMPLERS)),
+    ({"target_margin": 2**62}, f"pose.target_margin={2**62}", "2147483647"),
+    ({"target_margin": 2**31 - 1024}, "target_length=1024", f"target_margin={2**31 - 1024}", "2147483647"),
+    ({"sampler": "posse"}, "pose.sampler='posse'", ", ".join(SAMPLERS), "did you mean pose?"),
     ({"sampler": 3}, "pose.sampler=3"),
     ({"sampler": "none", "chunks": 3}, "chunks=3", "sampler=none", "pose, clamped, turns"),
     ({"sampler": "cream", "chunks": 3}, "chunks=3", "sampler=cream"),
@@ -49,9 +54,9 @@ REFUSED = [
     ({"content": "window", "sampler": "turns", "train_length": 64}, "content=window", "content: contiguous"),
     ({"content": "skip", "chunks": 1, "train_length": 64}, "content=skip", "chunks=1", "content: window"),
     ({"rope": 5}, "rope=5", "yarn", "{type: base, theta: 2.0e8}"),
-    ({"rope": "yarnn"}, "rope.type=yarnn", "yarn-revised"),
+    ({"rope": "yarnn"}, "rope.type=yarnn", "yarn-revised", "did you mean yarn?"),
     ({"rope": {"type": 3}}, "pose.rope.type=3"),
-    ({"rope": {"teta": 5.0}}, "pose.rope.teta=5.0", ", ".join(RopeSettings.model_fields)),
+    ({"rope": {"teta": 5.0}}, "pose.rope.teta=5.0", "did you mean theta?", ", ".join(RopeSettings.model_fields)),
     ({"rope": "base"}, "rope.type=base", "rope.theta"),
     ({"rope": {"type": "base", "theta": float("inf")}}, "pose.rope.theta=inf"),
     ({"rope": {"type": "yarn", "theta": 1e6}}, "rope.theta=1000000.0", "rope.type=yarn"),
@@ -104,7 +109,7 @@ def test_a_block_that_is_not_a_mapping(block):
         ({"train_length": 1024}, "train_length", 1024),
         ({"train_length": 64, "content": "skip"}, "content", "skip"),
         ({"seed": -1}, "seed", -1),
-        ({"target_margin": 0}, "target_margin", 0),
+        ({"target_margin": 2**31 - 1025}, "target_margin", 2**31 - 1025),
     ],
     ids=str,
 )
@@ -119,15 +124,27 @@ def test_settings_pass_through_and_cannot_be_changed():
         settings.target_length = 5
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        PoSESettings,
-        RopeSettings,
-    ],
-)
+@pytest.mark.parametrize("model", [PoSESettings, RopeSettings])
 def test_every_field_is_described(model):
     assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def numbers(schema):
+    """Yield the parts of a JSON schema that describe a number."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield schema
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list) else ():
+        yield from numbers(part)
+
+
+@pytest.mark.parametrize("model", [PoSESettings, RopeSettings])
+def test_every_number_has_both_limits(model):
+    for name, field in model.model_json_schema()["properties"].items():
+        for number in numbers(field):
+            lower, upper = {"minimum", "exclusiveMinimum"} & set(number), {"maximum", "exclusiveMaximum"} & set(number)
+            assert lower and upper, (name, number)
 
 
 def test_settings_survive_json():

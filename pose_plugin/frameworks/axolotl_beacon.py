@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pose_plugin.training.checks import refuse_settings, require_undivided
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, did_you_mean
 from pose_plugin.utils.log import log
 
 ADAPTER = "beacon"
@@ -66,7 +66,10 @@ def beacon_config(block: Any) -> Any:
     known = [field.name for field in dataclasses.fields(BeaconConfig)]
     known = [name for name in known if name not in {field.name for field in dataclasses.fields(PeftConfig)}]
     if unknown := sorted(set(map(str, given)) - set(known)):
-        raise PoSEError(f"beacon.{unknown[0]} is not known; the keys of `beacon:` are {', '.join(sorted(known))}")
+        close = did_you_mean(unknown[0], known)
+        raise PoSEError(
+            f"beacon.{unknown[0]} is not known{close}; the keys of `beacon:` are {', '.join(sorted(known))}"
+        )
     try:
         return BeaconConfig(**given)
     except PoSEError as error:

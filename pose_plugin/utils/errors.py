@@ -1,5 +1,10 @@
 """The exceptions of the package. Each message names the key, its value, the limit and the fix."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class PoSEError(ValueError):
     """Something that the user can fix: a setting, a model or a data set that cannot work as it is."""
@@ -17,3 +22,15 @@ FORGOTTEN_LINE = (
     "the config has a `pose:` block, but `plugins:` does not name the plugin that reads it, so it would have no "
     "effect. Add `plugins: [pose_plugin]`, or remove the block"
 )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean …?)" with the known name most like a misspelt one, or "" if none is like it.
+
+    Args:
+        name: what the user wrote.
+        known: possible names; one such as "rope.theta" is also found by its last part.
+    """
+    by_last_part = {each.rsplit(".", 1)[-1]: each for each in reversed(list(known))}
+    close = get_close_matches(name.lower(), by_last_part, n=1)
+    return f" (did you mean {by_last_part[close[0]]}?)" if close else ""

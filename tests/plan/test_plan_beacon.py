@@ -99,7 +99,7 @@ def test_ratios_layouts_and_a_stretched_window(base, beacon, changes, held):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"beacon": {"intervall": 512}}, "beacon.intervall is not known; the keys of `beacon:` are attend_previous"),
+        ({"beacon": {"intervall": 512}}, "beacon.intervall is not known .did you mean interval"),
         ({"beacon": {"interval": 1024, "ratios": [3]}}, "beacon.ratios: 3 must be a whole number"),
         ({"beacon": True}, "beacon=True must be a block of settings"),
         ({"beacon": {"interval": 8192}}, "beacon.interval: 8192 leaves no room for memory in window 8192"),
