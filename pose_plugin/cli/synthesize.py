@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.output.exists() and not settings.output.is_dir():
         raise PoSEError(f"--output {settings.output} is a file; name a folder")
 
+    from pose_plugin.synthesize.clean import Cleaner
     from pose_plugin.synthesize.estimate import Plan, describe
     from pose_plugin.synthesize.output import require_own, require_same
     from pose_plugin.synthesize.paid import Answers
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     with tqdm(desc="reading", unit="document", disable=args.quiet, leave=False) as bar:
         found = collect(settings, tokenizer, bar.update)
     items = assign(found, settings)
-    answers = Answers(settings.output / JOURNAL)
+    answers = Answers(settings.output / JOURNAL, Cleaner())
     print(describe(Plan(items, settings), found, items, answers, settings), flush=True)
     if args.plan:
         return 0

@@ -7,26 +7,32 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
+
+from pose_plugin.synthesize.clean import tidy
 
 
 class UnusableError(Exception):
     """An answer that cannot be used. The text says why, to the user and to the model when it is asked again."""
 
 
+# JSON can spell control characters that no answer held, so texts are cleaned once it is read.
+Text = Annotated[str, AfterValidator(tidy)]
+
+
 class _Answer(BaseModel):
     # Servers that enforce schemas demand additionalProperties. Other models may add names, which are ignored.
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": False}, str_strip_whitespace=True)
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
 
 class Question(_Answer):
-    question: str
-    answer: str
+    question: Text
+    answer: Text
     # Only for servers that enforce schemas: in an endless list small models repeat themselves until they are cut off.
-    quotes: list[str] = Field(json_schema_extra={"maxItems": 6})
+    quotes: list[Text] = Field(json_schema_extra={"maxItems": 6})
 
     @model_validator(mode="before")
     @classmethod
@@ -58,11 +64,11 @@ class Questions(_Answer):
 
 
 class Characters(_Answer):
-    characters: list[str]
+    characters: list[Text]
 
 
 class Biography(_Answer):
-    biography: str
+    biography: Text
 
 
 Form = TypeVar("Form", bound=_Answer)

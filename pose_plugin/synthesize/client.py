@@ -53,7 +53,6 @@ class Counts:
     """What happened in this run, for the manifest."""
 
     reused: int = 0
-    repeated: int = 0
     unusable: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -92,6 +91,7 @@ class Client:
     def stop(self, reason: str) -> None:
         """Start no new request. Those in flight are waited for, because they will be billed."""
         self.stopped = self.stopped or reason
+        self._server.stopped = True
 
     async def __call__(self, request: Request[Value]) -> Value:
         """Return the accepted value.
@@ -152,27 +152,16 @@ class Client:
         raise GivenUpError(f"no usable answer in {attempt} tries (--tries), last: {reason}")
 
     async def _fetch(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
-        """Get an answer from the server, and store it.
-
-        The openai client repeats what gets no answer. What is spoilt on its way, such as a broken body, is repeated
-        here.
-        """
-        repeats = 0
-        while True:
-            try:
-                answer = await self._send(request, text, key, attempt)
-            except FaultError as fault:
-                self.counts.faults[_kind(str(fault))] += 1
-                repeats += fault.spoilt
-                if not fault.spoilt or repeats > self._settings.retries:
-                    raise self._lost(fault) from None
-                self.counts.repeated += 1
-                await self._wait(self._settings.retry_wait)
-            except RefusedError as error:
-                raise self._rejected(error) from None
-            else:
-                self._lost_in_a_row = 0
-                return answer
+        """Get an answer from the server, and store it."""
+        try:
+            answer = await self._send(request, text, key, attempt)
+        except FaultError as fault:
+            self.counts.faults[_kind(str(fault))] += 1
+            raise self._lost(fault) from None
+        except RefusedError as error:
+            raise self._rejected(error) from None
+        self._lost_in_a_row = 0
+        return answer
 
     def _lost(self, fault: FaultError) -> Exception:
         self._lost_in_a_row += 1
@@ -189,7 +178,10 @@ class Client:
 
     async def _send(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
         settings, clock = self._settings, asyncio.get_running_loop().time
-        await self._wait(self._pace.delay(clock(), request.tokens + settings.answer_tokens))
+        start = clock() + self._pace.delay(clock(), request.tokens + settings.answer_tokens)
+        while not self.stopped and clock() < start:
+            # In short steps, so that a stop does not wait.
+            await asyncio.sleep(min(0.2, start - clock()))
         if self.stopped:
             raise StopError(self.stopped)
         reserved = self._ledger.reserve(request.tokens, settings.answer_tokens)
@@ -206,17 +198,9 @@ class Client:
                 key=key, attempt=attempt, item=request.item, part=request.part, content=reply.content,
                 finish=reply.finish, input_tokens=used[0], output_tokens=used[1], model=reply.model,
             )  # fmt: skip
-            self._answers.add(answer)
-            return answer
+            return self._answers.add(answer)
         finally:
             self._ledger.settle(reserved, *used, estimate=request.tokens if used[0] else 0)
-
-    async def _wait(self, seconds: float) -> None:
-        """Sleep in short steps, so that a stop does not wait."""
-        clock = asyncio.get_running_loop().time
-        end = clock() + seconds
-        while not self.stopped and clock() < end:
-            await asyncio.sleep(min(0.2, end - clock()))
 
 
 class Pace:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import re
 import tempfile
-import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -198,16 +196,6 @@ def file_hash(path: Path) -> str:
 def digest(text: str) -> str:
     """Return the sha256 of a text."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def tidy(text: str) -> str:
-    """Normalize line ends, and remove control characters, lone surrogates and blanks at both ends.
-
-    Chat templates strip their texts. A turn that is changed by its template could not be found again for its labels.
-    """
-    text = text.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
-    return re.sub(r"\n{4,}", "\n\n\n", text).strip()
 
 
 def pieces(text: str, tokens: int, size: int) -> list[str]:

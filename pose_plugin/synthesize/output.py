@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.documents import tidy
 from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, option
 from pose_plugin.utils.errors import PoSEError
@@ -90,10 +89,10 @@ def conversation(text: str, turns: list[Turn], split_markers: MarkerSplitter) ->
     """Build `messages`. The first user turn carries the document, and all questions follow in one conversation."""
     messages = []
     for number, turn in enumerate(turns):
-        question = split_markers(tidy(turn.question))[0]
+        question = split_markers(turn.question)[0]
         asked = prompts.ROW.format(text=text, question=question) if number == 0 else question
         messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": split_markers(tidy(turn.answer))[0]})
+        messages.append({"role": "assistant", "content": split_markers(turn.answer)[0]})
     return messages
 
 

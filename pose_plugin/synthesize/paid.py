@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.server import MOST_TOKENS
 from pose_plugin.utils.journal import Journal
 from pose_plugin.utils.log import log
@@ -46,22 +47,29 @@ class Answers:
 
     Args:
         path: the journal. A line of it that is not an answer is ignored, and requested again.
+        clean: the door for what servers wrote, now or in an earlier run.
         write: lock the file for this run. PoSEError if another run writes to it.
     """
 
-    def __init__(self, path: Path, write: bool = False) -> None:
-        self._journal = Journal(path)
+    def __init__(self, path: Path, clean: Cleaner, write: bool = False) -> None:
+        self._journal, self._clean = Journal(path), clean
         if write:
             self._journal.open(lock=True)
         self._by_key: dict[str, list[Answer]] = {}
         damaged = self._journal.damaged
         for row in self._journal.all():
             try:
-                self._keep(Answer.model_validate(row))
+                self._keep(self._cleaned(Answer.model_validate(row)))
             except ValidationError:
                 damaged += 1
         if damaged:
             log.warning("%s: %d damaged lines are ignored, and requested again", path, damaged)
+
+    def _cleaned(self, answer: Answer) -> Answer:
+        line, content = self._clean.line, self._clean.text(answer.content)
+        return answer.model_copy(
+            update={"content": content, "finish": line(answer.finish), "model": line(answer.model)}
+        )
 
     def _keep(self, answer: Answer) -> None:
         self._by_key.setdefault(answer.key, []).append(answer)
@@ -73,10 +81,12 @@ class Answers:
     def all(self) -> list[Answer]:
         return [answer for answers in self._by_key.values() for answer in answers]
 
-    def add(self, answer: Answer) -> None:
-        """Store an answer. It is on the disk when this returns."""
+    def add(self, answer: Answer) -> Answer:
+        """Store an answer, and return it as it is stored. It is on the disk when this returns."""
+        answer = self._cleaned(answer)
         self._journal.add(**answer.model_dump())
         self._keep(answer)
+        return answer
 
     def close(self) -> None:
         self._journal.close()

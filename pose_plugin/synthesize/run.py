@@ -14,6 +14,7 @@ from typing import Any
 
 from pose_plugin._version import __version__
 from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.clean import Cleaner, secrets_of
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.documents import file_hash
 from pose_plugin.synthesize.estimate import Plan
@@ -91,12 +92,13 @@ def run(items: list[Item], found: Collection, settings: Settings, tokenizer: Any
     """
     key = key_from(settings)
     settings.output.mkdir(parents=True, exist_ok=True)
-    answers = Answers(settings.output / JOURNAL, write=True)
+    clean = Cleaner(secrets_of(key, settings.base_url or os.environ.get("OPENAI_BASE_URL")))
+    answers = Answers(settings.output / JOURNAL, clean, write=True)
     ledger = Ledger(settings.price_input, settings.price_output, settings.budget)
     head = _head(found, settings, tokenizer)
     try:
         write_json(settings.output / MANIFEST, {**head, "state": "running"})
-        server = Server(settings, key)
+        server = Server(settings, key, clean)
         with _bar(items, settings, ledger, progress) as show:
             client = Client(settings, server, answers, ledger, show)
             results = asyncio.run(_make_all(items, settings, client, server))
@@ -272,7 +274,7 @@ def _paid(client: Client, server: Server, answers: Answers, ledger: Ledger) -> d
         "requests": {
             "asked": server.sent,
             "from_journal": counts.reused,
-            "repeated": counts.repeated + server.repeated,
+            "repeated": server.repeated,
             "unusable": plain(counts.unusable),
             "faults": plain(counts.faults),
             "answers_in_journal": len(answers.all()),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pose_plugin.synthesize.clean import tidy
 from pose_plugin.synthesize.documents import (
     ENDINGS,
     Copies,
@@ -18,12 +19,12 @@ from pose_plugin.synthesize.documents import (
     find_files,
     pieces,
     read,
-    tidy,
 )
 from pose_plugin.synthesize.output import MarkerSplitter
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import printable
 
 SAME = "the same text again"
 # Cosines of documents. Below RELATED two share a language but no subject, above COPY there is nothing to compare.
@@ -69,7 +70,8 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
     if skipped:
         found.dropped[f"files that do not end in {', '.join(ENDINGS)}"] = skipped
     for path in files:
-        found.files[str(path)] = file_hash(path)
+        source = printable(str(path))
+        found.files[source] = file_hash(path)
         for index, raw in read(path, settings.text_field):
             found.documents += 1
             text, markers = split_markers(tidy(raw))
@@ -81,7 +83,7 @@ def collect(settings: Settings, tokenizer: Any, show: Callable[[], object] = lam
                 found.dropped["another language"] += 1
             else:
                 found.markers += markers
-                band.add(str(path), index, text)
+                band.add(source, index, text)
             show()
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from pose_plugin.synthesize.settings import FORMATS, Settings, without_password
+from pose_plugin.synthesize.clean import Cleaner, without_password
+from pose_plugin.synthesize.settings import FORMATS, Settings
 from pose_plugin.utils.errors import PoSEError
 
 # Seconds to connect. A machine that does not exist often does not refuse the connection either.
@@ -18,22 +20,12 @@ CONNECT = 30.0
 # What servers say of a prompt and an answer that are longer than their context, and what to do about it.
 _TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
 SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
-# A shorter key is a placeholder such as `none`, which is also a word of documents.
-SHORTEST_KEY = 8
 # More tokens than any request has.
 MOST_TOKENS = 10**9
 
 
 class FaultError(Exception):
-    """A request got no answer, although it was repeated.
-
-    Attributes:
-        spoilt: whether something came that is not an answer, which the openai client does not repeat.
-    """
-
-    def __init__(self, reason: str, spoilt: bool = False) -> None:
-        super().__init__(reason)
-        self.spoilt = spoilt
+    """A request got no answer, although it was repeated."""
 
 
 class RefusedError(Exception):
@@ -46,7 +38,7 @@ class StopError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. Tokens are None if the server does not count them."""
+    """An answer as the server wrote it. Tokens are None if the server does not count them."""
 
     content: str
     finish: str
@@ -109,21 +101,21 @@ class Dialect:
 
 
 class Server:
-    """A server and what is known of it.
+    """A server and what is known of it. The openai client repeats what gets no answer.
 
     Attributes:
         dialect: the parameters that it accepts.
         sent, repeated: requests, and those of them that the openai client repeated.
+        stopped: set it to let no request be repeated.
 
     Args:
         key: the server's key, "none" if it needs none.
+        clean: the door for what the server sends.
     """
 
-    def __init__(self, settings: Settings, key: str) -> None:
+    def __init__(self, settings: Settings, key: str, clean: Cleaner) -> None:
         self._openai = openai = _openai()
-        self._settings = settings
-        # Some servers repeat the key that they refuse, or insert spaces into it.
-        self._key = re.compile(r"\s*".join(map(re.escape, key))) if len(key) >= SHORTEST_KEY else None
+        self._settings, self._clean = settings, clean
         # Silence ends a request after --timeout seconds, and the client repeats it.
         limit = openai.Timeout(settings.timeout, connect=min(settings.timeout, CONNECT))
         self._client = openai.AsyncOpenAI(
@@ -133,7 +125,7 @@ class Server:
         self.address = without_password(str(self._client.base_url))
         self.dialect = Dialect("schema" if settings.answer_format == "auto" else settings.answer_format)
         self.sent = self.repeated = 0
-        self._reached = self._answered = False
+        self.stopped = self._reached = self._answered = False
 
     def _http_client(self) -> Any:
         server, settings = self, self._settings
@@ -143,13 +135,25 @@ class Server:
 
             async def send(self, request: Any, **options: Any) -> Any:
                 if request.headers.get("x-stainless-retry-count", "0") != "0":
-                    server.repeated += 1
                     await asyncio.sleep(settings.retry_wait)
+                    if server.stopped:
+                        raise FaultError("the run was stopped before it was repeated")
+                    server.repeated += 1
                 server.sent += 1
-                # Timeouts of HTTP clients limit silence. A server that sends single bytes would hold a request forever.
-                return await asyncio.wait_for(super().send(request, **options), 2 * settings.timeout)
+                # Versions of the openai client use different libraries, and repeat after errors of their own.
+                library = sys.modules[type(request).__module__.partition(".")[0]]
+                try:
+                    # Their timeouts limit silence. A server that sends single bytes would hold a request forever.
+                    response = await asyncio.wait_for(super().send(request, **options), 2 * settings.timeout)
+                except asyncio.TimeoutError:
+                    raise library.ReadTimeout("too slow", request=request) from None
+                server._reached = True
+                if response.is_success and _completion(response.content) is None:
+                    raise library.RemoteProtocolError(server._spoilt(response.content), request=request)
+                return response
 
-        return Attempts()
+        # A redirect would carry the documents, and with some statuses the key, to an address that nobody has given.
+        return Attempts(follow_redirects=False)
 
     def described(self) -> dict[str, Any]:
         """Return what the manifest records of the server."""
@@ -177,8 +181,8 @@ class Server:
                 if not self._adapt(error, dialect):
                     raise self._translated(error) from None
             else:
-                self._reached = True
-                return self._reply(raw.content)
+                self._answered = True
+                return _reply(_completion(raw.content) or {})
 
     def _adapt(self, error: Exception, used: Dialect) -> bool:
         """Learn from a refusal. Return whether the request may be sent again."""
@@ -191,51 +195,35 @@ class Server:
             self.dialect = learned
         return True  # this request learned it, or another one meanwhile
 
-    def _reply(self, body: bytes) -> Reply:
-        """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same."""
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or "choices" not in found:
-            start = self._clean(body[:400].decode("utf-8", "replace"), 80)
-            reason = f"the answer is not a chat completion but {start!r}; --base-url mostly ends in /v1"
-            raise FaultError(reason, spoilt=True)
-        self._answered = True
-        content = _at(found, "choices", 0, "message", "content")
-        if isinstance(content, list):  # of parts
-            content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
-        return Reply(
-            content=self._without_key(content) if isinstance(content, str) else "",
-            finish=self._clean(str(_at(found, "choices", 0, "finish_reason"))),
-            input_tokens=_count(_at(found, "usage", "prompt_tokens")),
-            output_tokens=_count(_at(found, "usage", "completion_tokens")),
-            model=self._clean(str(found.get("model") or "")),
-        )
+    def _spoilt(self, body: bytes) -> str:
+        start = self._clean.line(body[:400].decode("utf-8", "replace"), 80)
+        return f"the answer is not a chat completion but {start!r}; --base-url mostly ends in /v1"
 
     def _translated(self, error: Exception) -> Exception:
         openai, settings = self._openai, self._settings
+        if isinstance(error, openai.APIStatusError):
+            return self._of_status(error)
         cause = error.__cause__ or error
-        why = self._clean(f"{type(cause).__name__}: {cause}")
-        # By name, because versions of the openai client connect with different libraries.
+        why = self._clean.line(f"{type(cause).__name__}: {cause}")
         if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             missing = f"no connection to {self.address} ({why})"
             if self._reached:
                 return FaultError(missing)
             tries = settings.retries + 1
             return StopError(f"{missing} in {tries} tries (--retries); start the server there, or correct --base-url")
-        if isinstance(error, (openai.APITimeoutError, asyncio.TimeoutError)):
-            # The openai client has repeated the request after silence, but not after an answer that was too slow.
-            reason = f"no answer within {settings.timeout:g} s (--timeout)"
-            return FaultError(reason, spoilt=isinstance(error, asyncio.TimeoutError))
-        self._reached = True
-        if isinstance(error, openai.APIStatusError):
-            return self._of_status(error)
+        if isinstance(error, openai.APITimeoutError):
+            return FaultError(f"no answer within {settings.timeout:g} s (--timeout)")
         return FaultError(why) if isinstance(error, openai.APIError) else error
 
     def _of_status(self, error: Any) -> Exception:
         status, body = error.status_code, error.body if isinstance(error.body, dict) else {}
-        said = self._clean(f"{status}: {body.get('message') or error.message}")
+        said = self._clean.line(f"{status}: {body.get('message') or error.message}")
+        if 300 <= status < 400:
+            to = self._clean.line(without_password(error.response.headers.get("location", "nowhere")))
+            return StopError(
+                f"the server redirects ({status}) to {to}; documents are sent to --base-url only, so give it that "
+                "address if you trust it"
+            )
         if status == 402 or "insufficient_quota" in (error.code, error.type):
             return StopError(f"the server requires payment ({said})")
         if status == 401:
@@ -246,24 +234,34 @@ class Server:
             )
         if status in (408, 409, 429) or status >= 500:
             wait = error.response.headers.get("retry-after")
-            return FaultError(said if wait is None else f"{said}; it asks to wait {self._clean(wait, 40)} s")
+            return FaultError(said if wait is None else f"{said}; it asks to wait {self._clean.line(wait, 40)} s")
         if status == 403:
             # It may refuse this text only, so the run goes on.
             return RefusedError(f"{said}; check the key, or whether the server rejects this text")
         return RefusedError(f"{said}; {SHORTER}" if status == 413 or _TOO_LONG.search(said) else said)
 
-    def _clean(self, text: str, length: int = 300) -> str:
-        """Return text of the server as it may be shown and stored: in one line, short, without the key.
 
-        Everything from the server passes here or through `_without_key`, as the manifest is published with the data.
-        """
-        text = " ".join(self._without_key(text).split())
-        return text if len(text) <= length else text[:length] + "…"
+def _completion(body: bytes) -> dict[str, Any] | None:
+    """Return the chat completion that a body holds, None if it holds something else."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "choices" in found else None
 
-    def _without_key(self, text: str) -> str:
-        # A lone surrogate cannot be written to a file.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        return self._key.sub("[key]", text) if self._key else text
+
+def _reply(found: dict[str, Any]) -> Reply:
+    """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same."""
+    content = _at(found, "choices", 0, "message", "content")
+    if isinstance(content, list):  # of parts
+        content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
+    return Reply(
+        content=content if isinstance(content, str) else "",
+        finish=str(_at(found, "choices", 0, "finish_reason")),
+        input_tokens=_count(_at(found, "usage", "prompt_tokens")),
+        output_tokens=_count(_at(found, "usage", "completion_tokens")),
+        model=str(found.get("model") or ""),
+    )
 
 
 def _at(value: Any, *path: str | int) -> Any:

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from pose_plugin.synthesize.clean import without_password
 from pose_plugin.utils.errors import PoSEError
 
 # The files that a run writes into its output folder.
@@ -192,12 +193,6 @@ def check_address(name: str, url: str) -> None:
     except ValidationError:
         address = without_password(url)
         raise PoSEError(f"{name} {address!r} is not an address; write e.g. http://localhost:8000/v1") from None
-
-
-def without_password(url: str) -> str:
-    """Remove what may be secret from an address: user, password and query."""
-    scheme, separator, rest = url.rpartition("://")
-    return scheme + separator + rest.rpartition("@")[2].partition("?")[0]
 
 
 def option(name: str) -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
+
+# Control characters, except line feed and tab, and lone surrogates: a terminal obeys the first, no file holds the last.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# They reverse the direction of text, so that it shows something else than it is.
+_DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
 def _plain_logger(name: str) -> logging.Logger:
@@ -18,6 +24,18 @@ def _plain_logger(name: str) -> logging.Logger:
 
 
 log = _plain_logger("pose_plugin")
+
+
+def printable(text: str) -> str:
+    """Return a text that cannot control the terminal: control characters as escapes. File names may hold them."""
+    for pattern in (CONTROLS, _DIRECTIONS):
+        text = pattern.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return text
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 # Cannot be subscripted in Python 3.10.
@@ -42,6 +60,6 @@ def show_log() -> None:
         log.setLevel(logging.INFO)
     if not log.handlers:
         handler = _Terminal()
-        handler.setFormatter(logging.Formatter("[pose_plugin] %(message)s"))
+        handler.setFormatter(_Printable("[pose_plugin] %(message)s"))
         log.addHandler(handler)
         log.propagate = False

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from tests.synthesize.listening import Client, Listening, Seen
 from tests.synthesize.server import Server
 
-# The proxy's own answer instead of the server's: "429 |said" or "429 code|said".
-REFUSALS = ("4", "5")
+# The proxy's own answer instead of the server's: "429 |said", "429 code|said" or "307 |address".
+REFUSALS = ("3", "4", "5")
 # What "html" sends.
 PAGE = b"<html>gateway</html>"
 
@@ -147,6 +147,8 @@ class Proxy(Listening):
         code, _, message = said.rpartition("|")
         error = {"error": {"message": message or "fault", "type": "t", "code": code or None}}
         headers = {"Retry-After": self.retry_after} if status == "429" else {}
+        if status.startswith("3"):
+            headers["Location"] = message
         client.send(int(status), json.dumps(error).encode(), headers)
 
     def _forward(self, client: Client, raw: bytes) -> tuple[int, str, bytes]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from pose_plugin.cli.main import main
+from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.paid import Answers
 from tests.forked import LIMIT, forked
@@ -123,7 +124,7 @@ def test_a_second_interrupt_ends_at_once(place, tmp_path):
 
 def test_two_runs_in_one_folder(place, tmp_path, capsys):
     pytest.importorskip("fcntl")
-    answers = Answers(tmp_path / "journal.jsonl", write=True)
+    answers = Answers(tmp_path / "journal.jsonl", Cleaner(), write=True)
     with Server() as server:
         assert main(arguments(place, tmp_path, server.url)) == 2
         assert "is being written by another run" in capsys.readouterr().err
