@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--extended", default="outputs/llama-3-8b-80k-base", help="folder for the extended base")
     parser.add_argument("--chats", default="chats.jsonl", help="rows of {'messages': […]}")
     parser.add_argument("--texts", default="texts.jsonl", help="rows of {'text': …}")
-    parser.add_argument("--target-length", type=int, default=81920, help="the wanted window in tokens")
+    parser.add_argument("--target-length", type=int, default=81920, help="the target window in tokens")
     parser.add_argument("--train-length", type=int, default=8192, help="longest row; PoSE is on below the target")
     parser.add_argument("--output", default="outputs/llama3-80k-unsloth", help="folder to save to")
     parser.add_argument("--max-steps", type=int, default=-1, help="stop before the end of the epoch")

@@ -16,7 +16,7 @@ from pose_plugin.evaluation.prompts import PasskeyBuilder
 from pose_plugin.utils.errors import PoSEError
 
 WINDOW = 128  # L_0 and L_c: the window of the base model, and the trained window
-TARGET = 2048  # L_t: the wanted window, and the length of a text document
+TARGET = 2048  # L_t: the target window, and the length of a text document
 
 TRAINING_FILES = (
     "pydoc_data/topics.py",

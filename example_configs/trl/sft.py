@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=str(QUICKSTART / "base"), help="name or folder of the base model")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="a JSONL file")
-    parser.add_argument("--target-length", type=int, default=2048, help="the wanted window in tokens")
+    parser.add_argument("--target-length", type=int, default=2048, help="the target window in tokens")
     parser.add_argument("--train-length", type=int, default=128, help="the trained window in tokens")
     parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, auto, none")
     parser.add_argument("--content", default="skip", help="skip for long texts, contiguous for chats")

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
+from pose_plugin._version import __version__
+from pose_plugin.cli.parser import Parser, shortened, suggestion
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import printable
 
 # Command: (its module in this folder, the function there that adds its options, its line in the help).
 COMMANDS = {
-    "card": (
-        "checkpoints",
-        "add_card",
-        "write or renew a saved folder's model card, with the tables and pictures of an evaluation",
-    ),
-    "check": (
-        "checkpoints",
-        "add_check",
-        "reload a saved folder in a clean process and compare it with the model that was trained",
+    "plan": (
+        "plan",
+        "add_arguments",
+        "show what a training run will do: window, RoPE, distances, tokens and memory, from its config alone",
     ),
     "coverage": (
         "coverage",
         "add_arguments",
         "show which distances a setting trains, and in how many rows, before anything is trained",
+    ),
+    "synthesize": (
+        "synthesize",
+        "add_arguments",
+        "make long-document question answering data from your own documents, with any OpenAI-compatible server",
+    ),
+    "check": (
+        "checkpoints",
+        "add_check",
+        "reload a saved folder in a clean process and compare it with the model that was trained",
     ),
     "evaluate": (
         "evaluate",
@@ -38,17 +47,15 @@ COMMANDS = {
         "add_export",
         "print the lines that serve a saved folder with an engine, and write the files that the engine needs",
     ),
-    "plan": (
-        "plan",
-        "add_arguments",
-        "show what a training run will do: window, RoPE, distances, tokens and memory, from its config alone",
-    ),
-    "synthesize": (
-        "synthesize",
-        "add_arguments",
-        "make long-document question answering data from your own documents, with any OpenAI-compatible server",
+    "card": (
+        "checkpoints",
+        "add_card",
+        "write or renew a saved folder's model card, with the tables and pictures of an evaluation",
     ),
 }
+# Set to anything to see where an error came from, instead of one sentence.
+TRACEBACK = "POSE_TRACEBACK"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,45 +65,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: default: those of the command line.
 
     Returns:
-        the exit code; 2 for input that cannot work, with one sentence on stderr and no traceback.
+        the exit code: 0; 1 if something was left undone; 2 for input that cannot work; 130 after Ctrl-C.
     """
     line = list(sys.argv[1:] if arguments is None else arguments)
-    about = "Extend a model's context window, and prove that it worked."
-    parser = argparse.ArgumentParser(prog="pose-plugin", description=about)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    run: Callable[[argparse.Namespace], int] | None = None
-    for name, (module, add, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        # No option but --help comes before the command, so the first word decides which module is needed.
-        if line[:1] == [name]:
-            run = getattr(import_module(f"pose_plugin.cli.{module}"), add)(command)
-    args = parser.parse_args(line)
-    assert run is not None, "argparse exits if the command is missing or unknown"
-    try:
-        code = run(args)
-        # Flush here, so that a broken pipe is raised inside this `try`.
+    name = line[0] if line and line[0] in COMMANDS else None
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal may lack the letters of a file name, or an arrow.
+            stream.reconfigure(errors="backslashreplace")
+    code = [0]
+    with _errors(f"pose-plugin {name}" if name else "pose-plugin", code):
+        code[0] = _run(name, line[1:]) if name else _without_command(line)
+        # Flush here, so that a broken pipe is raised inside this block.
         sys.stdout.flush()
-        return code
-    except PoSEError as error:
-        print(f"pose-plugin {args.command}: {error}", file=sys.stderr)
-        return 2
+    return code[0]
+
+
+def _run(name: str, words: list[str]) -> int:
+    module, add, summary = COMMANDS[name]
+    parser = Parser(prog=f"pose-plugin {name}", description=summary)
+    run: Callable[[argparse.Namespace], int] = getattr(import_module(f"pose_plugin.cli.{module}"), add)(parser)
+    return run(parser.read(words))
+
+
+def _without_command(line: list[str]) -> int:
+    """Print help or version, or raise PoSEError for a line that names no command."""
+    parser = Parser(
+        prog="pose-plugin",
+        description="Extend a model's context window, and prove that it worked.",
+        epilog="`pose-plugin COMMAND --help` lists the options of a command. Lengths are in tokens: 81920 or 80k.",
+    )
+    parser.add_argument("--version", action="version", version=f"pose-plugin {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (_, _, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    if line and not line[0].startswith("-"):
+        raise PoSEError(f"{shortened(line[0])} is not a command{suggestion(line[0], COMMANDS)}; see pose-plugin --help")
+    parser.read(line)
+    raise PoSEError(f"name a command: {', '.join(COMMANDS)}; see pose-plugin --help")
+
+
+@contextlib.contextmanager
+def _errors(command: str, code: list[int]) -> Iterator[None]:
+    """Turn what a command raises into a sentence on stderr and an exit code.
+
+    Only errors of the package itself keep their traceback: there, something else than the input is wrong.
+    """
+    try:
+        yield
+        return
     except KeyboardInterrupt:
-        return 130
+        code[0], sentence = 130, "interrupted"
     except BrokenPipeError:
         # `… | head` closed the pipe. Python flushes stdout once more at exit, which must not fail again. 141 is what a
         # shell reports for a program that SIGPIPE ended.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        if error.filename is None:  # not about a file, so there is no path to name
+        code[0] = 141
+        return
+    except PoSEError as error:
+        code[0], sentence = 2, str(error)
+    except (OSError, MemoryError, ValueError) as error:
+        if os.environ.get(TRACEBACK):
             raise
-        print(
-            f"pose-plugin {args.command}: {error.filename} cannot be used ({error.strerror}); give a path that can be "
-            "read and written",
-            file=sys.stderr,
-        )
-        return 2
+        code[0], sentence = _of_system(error)
+    print(printable(f"{command}: {sentence}"), file=sys.stderr)
+
+
+def _of_system(error: Exception) -> tuple[int, str]:
+    """Return the exit code and the sentence for an error of the operating system or of a library."""
+    if isinstance(error, MemoryError):
+        return 1, f"there is not enough memory ({str(error) or 'no details'}); give smaller numbers"
+    if not isinstance(error, OSError) or error.strerror is None:
+        said = " ".join(str(error).split()) or "no details"
+        return 1, f"{type(error).__name__}: {said[:500]} (set {TRACEBACK}=1 to see where)"
+    if error.errno in FULL:
+        return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free some space and run it again"
+    if error.filename is None:
+        return 1, f"{error.strerror} (set {TRACEBACK}=1 to see where)"
+    return 2, f"{error.filename} cannot be used ({error.strerror}); give a path that can be read and written"
 
 
 if __name__ == "__main__":

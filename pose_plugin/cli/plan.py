@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pose_plugin.cli.coverage import MOST_DRAWS
+from pose_plugin.cli.parser import amount, count
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import parse_length
 
 if TYPE_CHECKING:
     from pose_plugin.plan.config_reader import Inputs
@@ -38,27 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     """Add the options of the command and return the function that runs it."""
     from pose_plugin.positions import SAMPLERS
 
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     add("config", nargs="?", help="an Axolotl YAML; without one, give the settings as options")
     add("--base", metavar="FOLDER", help="a folder with the base's config.json, if the YAML names a model that is not "
         "on this machine; weights are not needed")  # fmt: skip
-    add("--target-length", type=int, help="the wanted window in tokens")
-    add("--train-length", type=int, help="the trained window in tokens")
+    add("--target-length", type=parse_length, help="the target window in tokens")
+    add("--train-length", type=parse_length, help="the trained window in tokens")
     add("--rope", help="yarn, linear, ntk, llama3, auto, …, or base:2e8 (default yarn)")
-    add("--sampler", help=f"{', '.join(SAMPLERS)} (default pose)")
+    add("--sampler", choices=SAMPLERS, metavar="NAME", help=f"{', '.join(SAMPLERS)} (default pose)")
     add("--method", choices=("full", "lora", "qlora", "8bit"), default="full", help="default full")
-    add("--lora-rank", type=int, default=16, help="default 16, on all linear maps")
-    add("--gpus", type=int, default=1, help="default 1")
-    add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; a run that does not fit gets a warning")
-    add("--rows-of-gpu", type=int, default=1, help="rows of a batch on each GPU (not with a YAML)")
-    add("--accumulate", type=int, default=1, help="batches per step (not with a YAML)")
+    add("--lora-rank", type=count, default=16, help="default 16, on all linear maps")
+    add("--gpus", type=count, default=1, help="default 1")
+    add("--gpu-memory", type=amount, metavar="GIB", help="of each GPU; a run that does not fit gets a warning")
+    add("--rows-of-gpu", type=count, default=1, help="rows of a batch on each GPU (not with a YAML)")
+    add("--accumulate", type=count, default=1, help="batches per step (not with a YAML)")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage; 3 also for FSDP (not with a YAML)")
     add("--checkpointing", action="store_true", help="gradient checkpointing (not with a YAML)")
-    add("--steps", type=int, help="of the training; default: those of the YAML, or from --rows")
-    add("--rows", type=int, help="rows of the data set; default: counted if it is a local .jsonl file")
-    add("--draws", type=int, help="simulated rows for the coverage (default 4000)")
+    add("--steps", type=count, help="of the training; default: those of the YAML, or from --rows")
+    add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
+    add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000)")
     add("--output", metavar="FILE", help="draw a picture: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
     return run
@@ -74,10 +76,6 @@ def run(args: argparse.Namespace) -> int:
     from pose_plugin.plan.plan import as_dict, make_plan
     from pose_plugin.utils.plots import check_ending, require_matplotlib
 
-    for name in ("gpus", "rows_of_gpu", "accumulate", "steps", "rows", "draws", "lora_rank", "gpu_memory"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise PoSEError(f"{_option(name)} {value} must be a number above 0")
     if args.output:
         # Before the plan, which can take a minute.
         require_matplotlib()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,7 +25,6 @@ GROUPS = {"text_field": "documents", "questions": "questions", "concurrency": "s
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add an option for each field of Settings. pydantic converts and validates the values."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--plan", action="store_true", help="only print how many requests and tokens a run takes and what it costs")
@@ -84,14 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(describe(Plan(items, settings), found, items, answers, settings), flush=True)
     if args.plan:
         return 0
-    try:
-        result = run_items(items, found, settings, tokenizer, progress=not args.quiet)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise PoSEError(
-            f"--output {settings.output}: the disk is full; free some space and run the same command again"
-        ) from None
+    result = run_items(items, found, settings, tokenizer, progress=not args.quiet)
     return _report(result, settings)
 
 

@@ -12,7 +12,7 @@ LONGEST = 2**31 - 1
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, least: int = 1) -> int:
     """Return the number of tokens that a text names. `k` stands for 1,024 and `m` for 1,048,576, in either case.
 
     Example:
@@ -20,12 +20,12 @@ def parse_length(text: str) -> int:
         (81920, 81920)
 
     Raises:
-        PoSEError: it is not such a number, or not from 1 to 2³¹ - 1.
+        PoSEError: it is not such a number, or not from `least` to 2³¹ - 1.
     """
     length = length_or_same(text)
-    if not isinstance(length, int) or not 1 <= length <= LONGEST:
+    if not isinstance(length, int) or not least <= length <= LONGEST:
         shown = text if len(text) <= 40 else text[:40] + "…"
-        raise PoSEError(f"{shown!r} is not a number of tokens from 1 to {LONGEST}; write e.g. 81920, 32k or 1M")
+        raise PoSEError(f"{shown!r} is not a number of tokens from {least} to {LONGEST}; write e.g. 81920, 32k or 1M")
     return length
 
 

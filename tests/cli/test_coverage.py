@@ -82,18 +82,21 @@ def test_no_figures_needs_no_matplotlib(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--target-length", 16], "target_length=16 is smaller than the trained window train_length=32"),
-        (["--target-length", 1, "--train-length", 1], "--target-length 1 must be at least 2"),
+        (["--target-length", 1, "--train-length", 1], "--target-length: '1' is not a number of tokens from 2"),
         (["--target-length", 1 << 25], "more than the 16777216 positions that can be simulated"),
-        (["--train-length", 0], "pose.train_length=0"),
-        (["--sampler", "posy"], "pose.sampler='posy'"),
-        (["--chunks", 0], "pose.chunks=0"),
-        (["--variant", "own"], "pose.variant='own'"),
-        (["--unskipped-ratio", 1.5], "pose.unskipped_ratio=1.5"),
+        (["--train-length", 0], "--train-length: '0' is not a number of tokens"),
+        (["--sampler", "posy"], "did you mean pose?"),
+        (["--chunks", 0], "--chunks: '0'"),
+        (["--chunks", 10**9], "chunks=1000000000 are more than the tokens of a window, --train-length 32"),
+        (["--compare", "pose:33"], "chunks=33 are more"),
+        (["--variant", "own"], "--variant: 'own'"),
+        (["--unskipped-ratio", 1.5], "--unskipped-ratio: '1.5'"),
         (["--compare", "pose,random"], "pose.sampler='random'"),
         (["--compare", "pose:many"], "--compare pose:many: chunks must be a number"),
-        (["--rows", 0], "--rows 0 must be at least 1"),
-        (["--draws", -1], "--draws -1 must be at least 1"),
-        (["--distances", "far"], "--distances far must be tokens"),
+        (["--rows", 0], "--rows: '0'"),
+        (["--rows", "9" * 5000], "--rows: '9999"),
+        (["--draws", -1], "--draws: '-1'"),
+        (["--distances", "far"], "--distances: 'far'"),
         (["--distances", "10,256"], "--distances 256 must be from 1 to 255"),
         (["--output", "FOLDER"], "is a folder; name a file"),
         (["--output", "FOLDER/file/c.png"], "lies inside a file"),
@@ -123,4 +126,4 @@ def test_samplers_that_jump_at_borders(capsys):
     for name in ("turns, 3 chunks", "cream ", "sentences ", "turns, 2 chunks"):
         assert name in out
     assert cli.main([*line.split()[:-4], "--every", "0"]) == 2
-    assert "--every 0 must be at least 1" in capsys.readouterr().err
+    assert "--every: '0'" in capsys.readouterr().err

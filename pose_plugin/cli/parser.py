@@ -1,0 +1,130 @@
+"""The command line of all commands: it reports every complaint at once, suggests what was meant, and shows no values
+that may be secret. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pose_plugin.utils.errors import PoSEError
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses a command line as argparse does, but goes on after a complaint.
+
+    `type=` functions raise PoSEError, whose sentence follows the option's name.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        self._complaints: list[str] = []
+        self._wrong: set[str] = set()
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line.
+
+        Raises:
+            PoSEError: one line for each unknown option, wrong value and missing argument.
+        """
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False  # argparse would stop at the first one
+        try:
+            args, rest = self.parse_known_args(words)
+        finally:
+            for action in required:
+                action.required = True
+        self._complaints += self._unknown(rest)
+        for action in required:
+            if not getattr(args, action.dest) and action.dest not in self._wrong:
+                self._complaints.append(f"{_name(action)} is missing: {action.help}")
+        if self._complaints:
+            raise PoSEError("\n".join([*self._complaints, f"See {self.prog} --help"]))
+        return args
+
+    def error(self, message: str) -> Any:
+        """Raise PoSEError for what leaves no line to parse, such as an option without its value."""
+        raise PoSEError("\n".join([*self._complaints, message, f"See {self.prog} --help"]))
+
+    # The two functions of argparse that raise for a value. If a version of Python calls others, it stops at the first
+    # complaint, in its own words.
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        kind: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
+        try:
+            return kind(text)
+        except ValueError as error:
+            reason = str(error) if isinstance(error, PoSEError) else f"{shortened(text)} is not a number"
+            self._complain(action, reason)
+            return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is not None and action.choices is not None and value not in action.choices:
+            self._complain(action, not_one_of(str(value), map(str, action.choices)))
+
+    def _complain(self, action: argparse.Action, reason: str) -> None:
+        self._wrong.add(action.dest)
+        self._complaints.append(f"{_name(action)}: {reason}")
+
+    def _unknown(self, words: list[str]) -> list[str]:
+        known = [name for action in self._actions for name in action.option_strings]
+        options = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
+        if words and not options:
+            return [f"{shortened(words[0])} is one argument too many"]
+        # Without their values, because somebody may have tried to pass a key.
+        return [f"{shortened(name)} is not an option{suggestion(name, known)}" for name in options]
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return what to add to a complaint about a word: the known one that is most like it, if there is one."""
+    close = get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def not_one_of(word: str, known: Iterable[str]) -> str:
+    """Return a complaint about a word that is none of the known ones."""
+    names = list(known)
+    return f"{shortened(word)} is not one of {', '.join(names)}{suggestion(word, names)}"
+
+
+def shortened(text: str) -> str:
+    """Return a value for a message."""
+    return repr(text if len(text) <= 40 else text[:40] + "…")
+
+
+def count(text: str, least: int = 1, most: int = 10**15) -> int:
+    """Return a whole number from `least` to `most`. Raise PoSEError for anything else."""
+    # int() refuses texts of thousands of digits by an error of its own.
+    number = int(text) if re.fullmatch(r"[0-9]{1,16}", text) else -1
+    if not least <= number <= most:
+        raise PoSEError(f"{shortened(text)} is not a whole number from {least} to {most}")
+    return number
+
+
+def amount(text: str) -> float:
+    """Return a finite number above 0. Raise PoSEError for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise PoSEError(f"{shortened(text)} is not a number above 0")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1. Raise PoSEError for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise PoSEError(f"{shortened(text)} is not a number from 0 to 1")
+    return number
