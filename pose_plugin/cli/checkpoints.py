@@ -82,8 +82,9 @@ def _export(args: argparse.Namespace) -> int:
     _require_used(args)
     _require_window(args.folder)
     saved = read_saved(args.folder)
-    # What the engine refuses is raised before anything is written.
+    # What the engine refuses, and files that cannot be read, are raised before anything is written or printed.
     exporter(args.engine)(saved)
+    warnings = saved.warnings
     if args.form:
         from pose_plugin.export.transformers4 import write_older_form
 
@@ -110,7 +111,7 @@ def _export(args: argparse.Namespace) -> int:
             stage.write(name, content)
         print(f"# written: {file}")
     print(made)
-    for warning in saved.warnings:
+    for warning in warnings:
         print(f"# WARNING: {warning}")
     return 0
 
