@@ -1,17 +1,18 @@
 """Saved folders: complete, check, load and merge them.
 
-- folder.py, record.py, probe.py: what a run leaves next to its weights
+- schema.py, saved.py: the files of a folder, each read once
+- folder.py, lengths.py, record.py, probe.py: what a run leaves next to its weights
 - check.py, reload_worker.py: a reload in a process without this package, compared with the probe
-- load.py, adapter.py: models to use or to evaluate, adapters on the base they were trained on
-- saved.py: the files of a folder, for export
+- load.py: models to use or to evaluate
 - merge.py: merged models
 """
 
 from pose_plugin.checkpoints.check import CheckReport, check_folder
-from pose_plugin.checkpoints.folder import RECORD, complete_folder, read_record
+from pose_plugin.checkpoints.folder import complete_folder
 from pose_plugin.checkpoints.load import load_extended, require_extension
 from pose_plugin.checkpoints.merge import complete_merged
 from pose_plugin.checkpoints.probe import take_probe
+from pose_plugin.checkpoints.saved import RECORD, read_record
 
 __all__ = [
     "RECORD",

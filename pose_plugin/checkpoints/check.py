@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,13 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pose_plugin.checkpoints.adapter import Base, base_of, is_adapter, require_model
-from pose_plugin.checkpoints.folder import RECORD, read_record, text_part
-from pose_plugin.checkpoints.probe import PROBE, read_probe
+from pose_plugin.checkpoints.lengths import limits_below
+from pose_plugin.checkpoints.merge import embeddings_came_apart
+from pose_plugin.checkpoints.probe import PROBE, probe_inputs, read_probe
+from pose_plugin.checkpoints.saved import RECORD, Base, Saved, base_of, is_adapter, read_saved
 from pose_plugin.rope import legacy_copies
-from pose_plugin.rope.kinds import normalise
-from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import read_json
+from pose_plugin.rope.kinds import inverse_frequencies, normalise
+from pose_plugin.rope.read import FULL
+from pose_plugin.utils.errors import PoSEError, shown
+from pose_plugin.utils.files import read_json, write_json
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -32,7 +34,10 @@ TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "tf32": 0.03, "float16": 0.03, "b
 # For an adapter that was trained on a quantised base and is now merged into a full-precision one.
 _QUANTISED_AWAY = 0.5
 
-Verdict = Literal["ok", "differs", "note"]
+# "differs" fails the check; a "warning" or a "note" does not.
+Verdict = Literal["ok", "differs", "warning", "note"]
+# In README.md, as export/card.py writes it.
+_CARD_WINDOW = re.compile(r"^# .*: a context window of (\d+) tokens$", re.M)
 
 
 @dataclass
@@ -61,15 +66,23 @@ class CheckReport:
         verdict: Verdict = "note" if good is None else "ok" if good else "differs"
         self.findings.append((what, verdict, sentence))
 
+    def warn(self, what: str, sentence: str) -> None:
+        """Add a finding that does not fail the check."""
+        self.findings.append((what, "warning", sentence))
+
     def differing(self) -> list[str]:
         """Return the names of what differs."""
-        return [what for what, verdict, _ in self.findings if verdict == "differs"]
+        return self._with("differs")
+
+    def _with(self, wanted: Verdict) -> list[str]:
+        return list(dict.fromkeys(what for what, verdict, _ in self.findings if verdict == wanted))
 
     def __str__(self) -> str:
         lines = [f"{verdict:7}  {what:11}  {sentence}" for what, verdict, sentence in self.findings]
-        wrong = self.differing()
-        end = f"{self.folder}: differs in {', '.join(wrong)}" if wrong else f"{self.folder}: passed"
-        return "\n".join([*lines, end])
+        wrong, warned = self.differing(), self._with("warning")
+        end = f"differs in {', '.join(wrong)}" if wrong else "passed"
+        end += f"; warnings: {', '.join(warned)}" if warned else ""
+        return "\n".join([*lines, f"{self.folder}: {end}"])
 
 
 def check_folder(
@@ -99,54 +112,58 @@ def check_folder(
         python: interpreter of another environment, e.g. with transformers 4; it does not need this package.
         timeout: seconds for the reload.
 
+    A folder of another trainer has no record and no probe: it is compared with its own config, and the report states
+    what that does not prove.
+
     Raises:
-        PoSEError: no such folder, or one that no run of this package has saved.
+        PoSEError: no such folder, or a file in it that cannot be read.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
-    path, reference = require_model(folder), Path(like or folder)
-    record = _record(reference)
-    report, probe, adapter = CheckReport(str(folder)), read_probe(reference), is_adapter(path)
-    if not _files_are_there(report, path, adapter):
+    saved = read_saved(folder)
+    reference = Saved(Path(like)) if like is not None else saved
+    if like is not None and reference.record is None:
+        raise PoSEError(f"--like {like} has no {RECORD}; name the folder that the adapter was saved in")
+    report, probe = CheckReport(str(folder)), read_probe(reference.path)
+    _add_warnings(report, saved, reference)
+    if not _files_are_there(report, saved):
         return report
-    _compare_forms(report, path / "config.json")
-    load = _Reload(record, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
-    where = base_of(path, base) if adapter else None
-    answer = load(path, where)
+    _compare_forms(report, saved, ours=reference.record is not None)
+    _compare_targets(report, saved, reference)
+    load = _Reload(saved, reference, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
+    where = None if saved.adapter is None else base_of(saved.path, base)
+    answer = load(saved.path, where)
     report.transformers = answer.get("transformers")
-    report.add("reload", "error" not in answer, _reloaded(answer, path, where))
-    _compare_maximum(report, answer, int(record["target_length"]))
-    _compare_tokenizer(report, answer, int(record["target_length"]))
+    report.add("reload", "error" not in answer, _reloaded(answer, saved.path, where))
+    _compare_maximum(report, answer, reference.target)
+    _compare_tokenizer(report, answer, reference.target)
+    if "maximum" not in report.differing():
+        _compare_generation(report, answer, where)
+    if "logits" not in answer:
+        return report
     if probe is None:
-        report.add(
-            "logits",
-            False,
-            f"no {PROBE} in {reference}, so the trained model's answers are unknown. Save again with this version, or "
-            "name a folder that has one with --like",
-        )
-    elif "logits" in answer:
-        _compare_frequencies(report, answer, probe)
-        _compare_logits(report, answer, probe, adapter)
-        source = reference if is_adapter(reference) else path.parent
-        if probe["quantization"] and not adapter and is_adapter(source):
-            # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
-            _compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
+        _look_without_probe(report, answer, saved, reference)
+        return report
+    _compare_frequencies(report, answer["frequencies"], probe["frequencies"])
+    _compare_logits(report, answer, probe, saved)
+    source = reference.path if reference.adapter is not None else saved.path.parent
+    if probe["quantization"] and saved.adapter is None and is_adapter(source):
+        # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
+        _compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
     return report
 
 
-def _record(reference: Path) -> dict[str, Any]:
-    record = read_record(reference)
-    if "target_length" not in record:
-        raise PoSEError(
-            f"{reference} has no {RECORD}, so it is unknown what was trained. To check a merged model, add "
-            "--like ADAPTER, the folder that the adapter was saved in"
-        )
-    return record
+def _add_warnings(report: CheckReport, saved: Saved, reference: Saved) -> None:
+    for sentence in reference.warnings:
+        report.warn("record" if reference.record is None else "training", sentence)
+    parent = Saved(saved.path.resolve().parent)
+    if reference.record is None and saved.adapter is None and parent.adapter is not None and parent.record is not None:
+        report.warn("record", f"if this is the adapter in {parent.path} merged, add --like {parent.path}")
 
 
-def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
+def _files_are_there(report: CheckReport, saved: Saved) -> bool:
     """Report missing files that would make a reload pointless or misleading."""
-    if not (path / "config.json").is_file():
+    if saved.config is None:
         report.add(
             "config",
             False,
@@ -154,8 +171,8 @@ def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
             "file from the output folder of the run",
         )
         return False
-    stem = "adapter_model" if adapter else ""
-    if not any(file.name.startswith(stem) for pattern in _WEIGHTS for file in path.glob(pattern)):
+    stem = "adapter_model" if saved.adapter is not None else ""
+    if not any(file.name.startswith(stem) for pattern in _WEIGHTS for file in saved.path.glob(pattern)):
         report.add("weights", False, f"no {stem or 'model'} weights ({', '.join(_WEIGHTS)}) in the folder")
         return False
     return True
@@ -166,7 +183,8 @@ def _files_are_there(report: CheckReport, path: Path, adapter: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Reload:
-    record: Mapping[str, Any]
+    saved: Saved
+    reference: Saved
     probe: Mapping[str, Any] | None
     device: str
     dtype: str | None
@@ -176,9 +194,9 @@ class _Reload:
 
     def __call__(self, path: Path, base: Base | None, quantized: bool = True) -> dict[str, Any]:
         """Return the answers of a model, or of an adapter on a base that is loaded as in training."""
-        probe = self.probe
+        probe, record = self.probe, self.reference.record
         trained_as = probe if base is not None and probe is not None else {}
-        built = (self.record.get("rope") or {}).get("type")
+        built = record.rope.type if record is not None and record.rope is not None else None
         request = {
             "folder": str(path.resolve()),
             "base": base.name if base else None,
@@ -189,17 +207,23 @@ class _Reload:
             "device": self.device,
             "trust_remote_code": self.trust_remote_code,
             # With rope: none there is no extension that could be lost.
-            "theta": None if built == "none" else (self.record.get("model") or {}).get("original_theta"),
-            "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else None,
+            "theta": None if built == "none" or record is None else record.model.original_theta,
+            "probe": {key: probe[key] for key in ("ids", "positions", "vocabulary")} if probe else self._inputs(),
+            "prompt": max(1, self.reference.target - 1),
         }
         return _run_worker(request, self.python, self.timeout)
+
+    def _inputs(self) -> dict[str, list[int]] | None:
+        """Return what to ask a model whose trained answers are unknown; None if its vocabulary is unknown too."""
+        vocabulary, target = self.saved.text.get("vocab_size"), self.reference.target
+        return probe_inputs(vocabulary, self.reference.original or target, target) if vocabulary else None
 
 
 def _run_worker(request: Mapping[str, Any], python: str, timeout: float) -> dict[str, Any]:
     script = Path(__file__).with_name("reload_worker.py")
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
+        write_json(asked, request)
         # Without this, torch would load the package by its entry point.
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false"}
         command = [python, str(script), str(asked), str(answered)]
@@ -211,43 +235,85 @@ def _run_worker(request: Mapping[str, Any], python: str, timeout: float) -> dict
             raise PoSEError(f"--python {python} cannot be run: {error}; give the path of an interpreter") from None
         if not answered.is_file():
             return {"error": f"the process ended with code {done.returncode}: {done.stderr.strip()[-600:]}"}
-        return json.loads(answered.read_text(encoding="utf-8"))
+        return read_json(answered)
 
 
 def _reloaded(answer: Mapping[str, Any], path: Path, base: Base | None) -> str:
     what = f"{path} on {base.name}" if base else str(path)
     if "error" in answer:
         hint = f". Is {base.name} the base it was trained on? --base names another" if base else ""
-        return f"{what} does not load: {answer['error']}{hint}"
+        return f"{what} does not load: {shown(Exception(answer['error']), 400)}{hint}"
     return f"{what} loads with transformers {answer['transformers']}, without pose_plugin"
 
 
 # -- the comparisons: each adds its findings to the report -------------------------------------------------------------
 
 
-def _compare_forms(report: CheckReport, file: Path) -> None:
-    """Compare the form of the rope that transformers 5 reads with that of older readers."""
-    text = text_part(read_json(file))
-    if text is None or not text.get("rope_parameters"):
+def _compare_forms(report: CheckReport, saved: Saved, ours: bool) -> None:
+    """Compare the form of the rope that transformers 5 reads with that of older readers.
+
+    Args:
+        report: gets the finding.
+        saved: what was saved.
+        ours: whether a run of this package trained it, which saves both forms.
+    """
+    text = saved.text
+    if saved.older:
         report.add("older form", None, "config.json has no rope_parameters, the form of transformers 5")
         return
-    wanted = legacy_copies(text["rope_parameters"], str(text.get("model_type")))
+    wanted = legacy_copies(saved.rope_parameters, saved.model_type)
     if wanted.get("rope_scaling") is not None and text.get("rope_scaling") is None:
-        report.add(
-            "older form",
-            None if file.parent.name.startswith("checkpoint-") else False,
+        sentence = (
             "config.json has no rope_scaling: transformers 4, llama.cpp's converter and older vLLM would use the "
-            "base's frequencies (checkpoints leave it out on purpose, as transformers 5 could not resume from them)",
+            "base's frequencies (checkpoints leave it out on purpose, as transformers 5 could not resume from them)"
         )
+        if ours:
+            report.add("older form", None if saved.path.name.startswith("checkpoint-") else False, sentence)
+        else:
+            report.warn("older form", sentence)
         return
     wrong = [key for key, value in wanted.items() if not _same(text.get(key), value)]
+    if not ours:
+        # transformers 5 saves no older keys, and a reader's default may be right.
+        wrong = [key for key in wrong if text.get(key) is not None]
     report.add(
         "older form",
         not wrong,
-        f"{wrong[0]}={text.get(wrong[0])!r}, but rope_parameters needs {wanted[wrong[0]]!r}"
+        f"{wrong[0]}={shown(text.get(wrong[0]))}, but rope_parameters needs {shown(wanted[wrong[0]])}"
         if wrong
         else "rope_parameters agrees with the keys that older readers know",
     )
+
+
+def _compare_targets(report: CheckReport, saved: Saved, reference: Saved) -> None:
+    """Compare the one number that several files state: the window."""
+    target, record = reference.target, reference.record
+    origin = (saved.text.get("pose_plugin") or {}).get("target_length")
+    # A margin is trained beyond the target, so the base may have been built for both.
+    margin = record.target_margin if record is not None else 0
+    if record is not None and origin is not None and not target <= origin <= target + margin:
+        report.add(
+            "target",
+            False,
+            f"{RECORD} has target_length={target}, but the model was built for {origin} tokens "
+            "(config.json: pose_plugin.target_length). Train with one number",
+        )
+    reach = saved.factor * float(saved.rope.get("original_max_position_embeddings") or math.inf)
+    if reach < 0.999 * target:
+        report.warn(
+            "target",
+            f"rope_parameters reach {reach:.0f} tokens (factor × original_max_position_embeddings), below {target}; "
+            "some engines end there",
+        )
+    readme = saved.path / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    for number in _CARD_WINDOW.findall(text):
+        if int(number) != target:
+            report.add("target", False, f"README.md states {number} tokens, not {target}; run pose-plugin card")
+    for limit in limits_below(saved, target):
+        # The two others are compared as a reload reads them.
+        if limit.key not in ("max_position_embeddings", "model_max_length"):
+            report.add("lengths", False, f"{limit.file}: {limit.key}={limit.value} is below {target}: {limit.effect}")
 
 
 def _same(found: Any, wanted: Any) -> bool:
@@ -260,7 +326,7 @@ def _compare_maximum(report: CheckReport, answer: Mapping[str, Any], target: int
     if "maximum" in answer:
         found = answer["maximum"]
         good = isinstance(found, int) and found >= target
-        wrong = "" if good else f", but target_length={target} was trained"
+        wrong = "" if good else f", but target_length={target}"
         report.add("maximum", good, f"max_position_embeddings={found}{wrong}")
 
 
@@ -276,8 +342,51 @@ def _compare_tokenizer(report: CheckReport, answer: Mapping[str, Any], target: i
         report.add("tokenizer", found >= target, f"model_max_length={found}{wrong}")
 
 
-def _compare_frequencies(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any]) -> None:
-    wanted, found = probe["frequencies"], answer["frequencies"]
+def _compare_generation(report: CheckReport, answer: Mapping[str, Any], base: Base | None) -> None:
+    """Report whether `generate` takes a prompt beyond the old window."""
+    if "generates" not in answer or answer["generates"] is None:
+        if "generates" in answer:
+            report.add("generate", True, "generate() takes a prompt that leaves one token of the window")
+    elif base is not None:
+        report.warn(
+            "generate",
+            f"on {base.name}, generate() refuses a long prompt: {shown(Exception(answer['generates']))}. Load "
+            "both with pose_plugin.load_extended, or pass max_new_tokens",
+        )
+    else:
+        report.add("generate", False, f"generate() refuses long prompts: {shown(Exception(answer['generates']))}")
+
+
+def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: Saved, reference: Saved) -> None:
+    """Compare the live frequencies with the config's, and state that the weights are unproved."""
+    finite = bool(np.isfinite(np.array(answer["logits"], dtype=np.float64)).all())
+    unknown = f"no {PROBE} in {reference.path}, so it is not proved that these weights are the trained ones"
+    if not finite:
+        report.add("logits", False, "not finite at positions within the window")
+    elif reference.record is not None:
+        report.add("logits", False, f"{unknown}. Save again, or name a folder that has one with --like")
+    else:
+        report.add("logits", None, unknown)
+    wanted = {}
+    for name, buffer in answer["frequencies"].items():
+        layer = next((key for key in saved.rope_parameters if key in name and key != FULL), FULL)
+        rope = saved.rope_parameters.get(layer, saved.rope_parameters)
+        try:
+            frequencies, scale = inverse_frequencies(
+                {"rope_theta": saved.rope["rope_theta"], **rope},
+                2 * len(buffer["inv_freq"]),
+                max_position_embeddings=saved.maximum,
+            )
+        except (PoSEError, ValueError, TypeError) as error:
+            report.add("frequencies", None, f"{name} cannot be computed from the config: {shown(error)}")
+            return
+        wanted[name] = {"inv_freq": frequencies.tolist(), "scale": scale}
+    _compare_frequencies(report, answer["frequencies"], wanted, allowed=1e-4)
+
+
+def _compare_frequencies(
+    report: CheckReport, found: Mapping[str, Any], wanted: Mapping[str, Any], allowed: float = 1e-5
+) -> None:
     if not wanted:
         report.add("frequencies", None, "the model has no buffer of frequencies; only the logits depend on them")
         return
@@ -289,21 +398,21 @@ def _compare_frequencies(report: CheckReport, answer: Mapping[str, Any], probe: 
             return
         a, b = np.array(got["inv_freq"]), np.array(want["inv_freq"])
         apart = np.nan_to_num(np.abs(a - b) / np.where(b == 0, 1.0, np.abs(b)), nan=np.inf)
-        if apart.max() > 1e-5:
-            first = int(np.argmax(apart > 1e-5))
-            report.add("frequencies", False, f"{name}[{first}] is {a[first]:.6g}, trained was {b[first]:.6g}")
+        if apart.max() > allowed:
+            first = int(np.argmax(apart > allowed))
+            report.add("frequencies", False, f"{name}[{first}] is {a[first]:.6g}, not {b[first]:.6g}")
             return
-        if not math.isclose(got["scale"], want["scale"], rel_tol=1e-6):
-            report.add("frequencies", False, f"{name}: cos and sin × {got['scale']:g}, trained was {want['scale']:g}")
+        if not math.isclose(got["scale"], want["scale"], rel_tol=allowed):
+            report.add("frequencies", False, f"{name}: cos and sin × {got['scale']:g}, not {want['scale']:g}")
             return
         worst, count = max(worst, float(apart.max())), count + b.size
     report.numbers["frequencies"] = worst
     report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
 
 
-def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], adapter: bool) -> None:
+def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], saved: Saved) -> None:
     distance = report.numbers["logits"] = logit_distance(answer["logits"], probe["logits"])
-    allowed, why = tolerance(probe, adapter, answer["dtype"])
+    allowed, why = tolerance(probe, saved.adapter is not None, answer["dtype"])
     good = distance <= allowed
     sentence = (
         f"{len(probe['positions'])} positions up to {probe['positions'][-1]}: distance {distance:.1e} of their spread "
@@ -314,6 +423,8 @@ def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mappi
         report.numbers["plain"] = plain
         sentence += f"; at the base's frequencies it would be {plain:.1e}"
     report.add("logits", good, sentence)
+    if not good and (cause := embeddings_came_apart(saved)):
+        report.add("embeddings", False, cause)
     if plain is not None and good and plain <= allowed:
         report.add("logits", None, "this comparison is too coarse to tell the two apart; rely on the frequencies above")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import base_of, is_adapter, is_beacons, require_model, require_peft
-from pose_plugin.checkpoints.folder import read_record
+from pose_plugin.checkpoints.lengths import UNSET_GENERATION
+from pose_plugin.checkpoints.saved import ADAPTER, Saved, base_of, read_record, read_saved, require_peft
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
 from pose_plugin.utils.log import log, show_log
 
@@ -41,13 +41,14 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
 
     from pose_plugin.rope import verify_rope
 
-    path = require_model(_local(folder))
-    if not is_adapter(path):
+    saved = read_saved(_local(folder))
+    path = saved.path
+    if saved.adapter is None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs)
         verify_rope(model)
         return model
     peft = require_peft()
-    if not (path / "config.json").is_file():
+    if saved.config is None:
         raise PoSEError(
             f"{path} has no config.json next to its adapter, so the frequencies it was trained with are unknown. Copy "
             "the file from the output folder of the run; or, if it is lost, build the base from "
@@ -61,6 +62,10 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
     bare = AutoModelForCausalLM.from_pretrained(where.name, config=config, **kwargs)
     model = peft.PeftModel.from_pretrained(bare, str(path), is_trainable=is_trainable)
     require_extension(model, path)
+    longest = model.generation_config.max_length
+    if longest is not None and UNSET_GENERATION < longest < saved.target:
+        # It comes from the base, and `generate` would refuse prompts beyond the base's window.
+        model.generation_config.max_length = saved.target
     return model
 
 
@@ -177,36 +182,35 @@ def describe(path: str, name: str | None = None) -> Source:
     Raises:
         PoSEError: no such folder or model, no config, no tokenizer, an adapter without its base model.
     """
-    folder = Path(path)
-    name = name or folder.resolve().name
-    if not is_adapter(folder):
-        return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(folder))
+    saved = Saved(Path(path))
+    name = name or saved.name
+    if saved.adapter is None:
+        return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(path))
     require_peft()
-    found = base_of(folder)
+    found = base_of(path)
     try:
         config = _config(found.name, found.revision)
     except PoSEError as error:
         raise PoSEError(
             f"{path} is an adapter, and its base cannot be loaded: {error}. Put the base there, or correct "
-            f"base_model_name_or_path in {folder / 'adapter_config.json'}"
+            f"base_model_name_or_path in {saved.path / ADAPTER}"
         ) from None
-    own, condenses, notes = (folder / "config.json").is_file(), is_beacons(folder), []
-    if not own and not condenses:
+    own, notes = saved.config is not None, []
+    if not own and not saved.condenses:
         notes.append(
             "the adapter has no config.json next to it, so its base runs with the base's own RoPE; if it was trained "
             "on stretched frequencies, save the extended config into its folder"
         )
-    own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return Source(
         name=name,
         path=path,
         base=found.name,
         config=_config(path) if own else config,
-        tokenizer=_tokenizer(path) if own_tokenizer else _tokenizer(found.name, found.revision),
+        tokenizer=_tokenizer(path) if saved.tokenizer else _tokenizer(found.name, found.revision),
         is_adapter=True,
         revision=found.revision,
-        condenses=condenses,
-        record=read_record(folder),
+        condenses=saved.condenses,
+        record=read_record(path),
         notes=notes,
     )
 
@@ -283,7 +287,7 @@ def _config(path: str, revision: str | None = None) -> Any:
     from transformers import AutoConfig
 
     if Path(path).is_dir():
-        require_model(path)
+        read_saved(path)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:

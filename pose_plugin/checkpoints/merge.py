@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pose_plugin.checkpoints.adapter import is_adapter
-from pose_plugin.checkpoints.folder import RECORD, for_older_readers, raise_limit, read_record, text_part
-from pose_plugin.checkpoints.probe import read_probe, write_probe
+from pose_plugin.checkpoints.folder import for_older_readers
+from pose_plugin.checkpoints.lengths import raise_config, raise_limits
+from pose_plugin.checkpoints.probe import read_probe, stage_probe
+from pose_plugin.checkpoints.saved import RECORD, Saved, is_adapter, read_record, text_part
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import read_json, write_json
+from pose_plugin.utils.files import read_json, staged
 
 # What a config.json holds about positions, in all spellings.
 _ROPE_KEYS = (
@@ -28,10 +30,63 @@ _ROPE_KEYS = (
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
 
 
-def complete_merged(folder: str | Path, adapter: str | Path) -> None:
-    """Give a merged model the config, tokenizer limit, record and probe of its adapter's folder.
+# The names of input and output embeddings in common families.
+_EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "lm_head", "embed_out"}
 
-    Only the keys of the rope and the maximum change; all others stay as the merge wrote them.
+
+def trains_embeddings_apart(adapter: Mapping[str, Any]) -> list[str]:
+    """Return the embeddings that an adapter trains as whole modules, each apart from the one it may be tied to.
+
+    Args:
+        adapter: the values of adapter_config.json, or of facts about an adapter.
+    """
+    if adapter.get("ensure_weight_tying"):
+        return []
+    return [name for name in adapter.get("modules_to_save") or [] if name.rsplit(".", 1)[-1] in _EMBEDDINGS]
+
+
+def embeddings_came_apart(merged: Saved) -> str | None:
+    """Return why a merged model answers otherwise than its adapter, if it ties embeddings that were trained apart."""
+    record = merged.record
+    if record is None or not record.merged or record.adapter is None:
+        return None
+    trained = trains_embeddings_apart(record.adapter.model_dump())
+    return _came_apart(trained) if trained and is_tied(merged.path) else None
+
+
+def _came_apart(trained: list[str]) -> str:
+    return (
+        f"the adapter trained {', '.join(trained)} of a base with tie_word_embeddings=true. Input and output "
+        "embeddings differ since then, and this merged model ties them again. Merge with merge_method: legacy "
+        "(Axolotl), or with pose_plugin.load_extended(adapter).merge_and_unload()"
+    )
+
+
+def is_tied(folder: str | Path) -> bool:
+    """Return whether the model in a folder has one table for input and output embeddings."""
+    from transformers import AutoConfig
+
+    # Not read from the file: it leaves out what is the default of the model's class.
+    config = AutoConfig.from_pretrained(folder)
+    return bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings)
+
+
+def require_apart(merged: str | Path, adapter: str | Path) -> None:
+    """Check that a merged model keeps embeddings apart that its adapter trained apart.
+
+    Raises:
+        PoSEError: it ties them, so it is another model than the one that was trained.
+    """
+    found = Saved(Path(adapter)).adapter
+    trained = trains_embeddings_apart(found.model_dump()) if found is not None else []
+    if trained and is_tied(merged):
+        raise PoSEError(f"{merged} is not the trained model: {_came_apart(trained)}")
+
+
+def complete_merged(folder: str | Path, adapter: str | Path) -> None:
+    """Give a merged model the config, limits, record and probe of its adapter's folder; all files change together.
+
+    Only the keys of the rope and the lengths change; all others stay as the merge wrote them.
 
     Args:
         folder: of the merged model (Axolotl's merge-lora, PEFT's merge_and_unload and save_pretrained).
@@ -40,15 +95,15 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
     Raises:
         PoSEError: one of the two is something else.
     """
-    path, source = Path(folder), Path(adapter)
-    record = read_record(source)
-    wanted = text_part(read_json(source / "config.json")) if (source / "config.json").is_file() else None
-    if "target_length" not in record or wanted is None:
-        raise PoSEError(f"{source} has no {RECORD} or no config.json with rope_parameters; name the adapter's folder")
+    path, source = Path(folder), Saved(Path(adapter))
+    record = read_record(adapter)
+    if not record or source.config is None:
+        raise PoSEError(f"{adapter} has no {RECORD} or no config.json with rope_parameters; name the adapter's folder")
     if is_adapter(path) or not (path / "config.json").is_file():
         raise PoSEError(f"{path} does not hold a merged model (a config.json and no adapter_config.json)")
-    values = read_json(path / "config.json")
-    text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
+    require_apart(path, adapter)
+    wanted, values = source.text, read_json(path / "config.json")
+    text = text_part(values)
     for key in _ROPE_KEYS:
         text.pop(key, None)
         if key in wanted:
@@ -56,12 +111,14 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
     # Some kinds cannot be read if the base leaves it null.
     if text.get("head_dim", 0) is None and wanted.get("head_dim"):
         text["head_dim"] = wanted["head_dim"]
-    write_json(path / "config.json", values)
-    for_older_readers(path / "config.json")
-    if not (path / "tokenizer_config.json").is_file():
-        for pattern in _TOKENIZER:
-            for file in source.glob(pattern):
-                shutil.copy2(file, path / file.name)
-    raise_limit(path, int(record["target_length"]))
-    write_json(path / RECORD, record | {"merged": True})
-    write_probe(path, read_probe(source))
+    for_older_readers(values)
+    raise_config(text, int(record["target_length"]))
+    with staged(path) as stage:
+        stage.write_json("config.json", values)
+        if not (path / "tokenizer_config.json").is_file():
+            for pattern in _TOKENIZER:
+                for file in sorted(source.path.glob(pattern)):
+                    stage.copy(file, file.name)
+        raise_limits(stage, int(record["target_length"]))
+        stage_probe(stage, read_probe(adapter))
+        stage.write_json(RECORD, record | {"merged": True})

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from pose_plugin.checkpoints.reload_worker import measure, weight_type
+from pose_plugin.checkpoints.schema import Probe, read
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
-from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import read_json, write_whole
+from pose_plugin.utils.files import Stage
 
 PROBE = "pose_probe.json"
 _TOKENS, _KEPT = 32, 64
-_KEYS = ("ids", "positions", "vocabulary", "logits", "frequencies", "dtype", "compute", "quantization")
 
 
 def probe_inputs(vocabulary: int, original_length: int, target_length: int) -> dict[str, list[int]]:
@@ -80,22 +79,15 @@ def read_probe(folder: str | Path) -> dict[str, Any] | None:
         PoSEError: the file is not JSON, or lacks something that is compared.
     """
     file = Path(folder) / PROBE
-    if not file.is_file():
-        return None
-    probe = read_json(file)
-    lacking = [key for key in _KEYS if key not in probe]
-    if lacking or not probe["logits"]:
-        raise PoSEError(f"{file} lacks {', '.join(lacking) or 'logits'}, which are compared; save the model again")
-    return probe
+    return read(file, Probe).model_dump(exclude_unset=True) if file.is_file() else None
 
 
-def write_probe(folder: str | Path, probe: Mapping[str, Any] | None) -> None:
+def stage_probe(stage: Stage, probe: Mapping[str, Any] | None) -> None:
     """Write a probe into a folder, or remove that of an earlier model, with which this one must not be compared."""
-    file = Path(folder) / PROBE
     if probe is None:
-        file.unlink(missing_ok=True)
+        stage.remove(PROBE)
     else:
-        write_whole(file, json.dumps(probe) + "\n")
+        stage.write(PROBE, json.dumps(probe) + "\n")
 
 
 def quantization(config: Any) -> dict[str, Any] | None:

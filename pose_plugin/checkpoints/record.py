@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from pose_plugin.checkpoints.probe import quantization
+from pose_plugin.checkpoints.saved import public_name
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 
 # Their versions are recorded if they are loaded, as they took part in the run.
@@ -33,7 +34,7 @@ def model_facts(model: Any) -> dict[str, Any]:
             "max_position_embeddings": lookup(text, "max_position_embeddings"),
             "rope_parameters": dict(parameters) if isinstance(parameters, Mapping) else parameters,
         },
-        "base": {"name": lookup(config, "_name_or_path") or None, "revision": lookup(config, "_commit_hash")},
+        "base": {"name": _published(lookup(config, "_name_or_path")), "revision": lookup(config, "_commit_hash")},
         "method": "full",
     }
     adapters = getattr(model, "peft_config", None)
@@ -42,11 +43,13 @@ def model_facts(model: Any) -> dict[str, Any]:
         kind = str(getattr(adapter.peft_type, "value", adapter.peft_type)).lower()
         facts["method"] = f"q{kind}" if quantization(config) else kind
         facts["base"] = {
-            "name": adapter.base_model_name_or_path or facts["base"]["name"],
+            "name": _published(adapter.base_model_name_or_path) or facts["base"]["name"],
             "revision": adapter.revision or facts["base"]["revision"],
         }
         facts["adapter"] = {
-            key: getattr(adapter, key) for key in ("r", "lora_alpha", "modules_to_save") if hasattr(adapter, key)
+            key: getattr(adapter, key)
+            for key in ("r", "lora_alpha", "use_dora", "modules_to_save")
+            if hasattr(adapter, key)
         }
     return facts
 
@@ -75,8 +78,13 @@ def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = N
         "hardware": hardware(args.world_size),
     }
     if data:
-        facts["data"] = list(data)
+        facts["data"] = [public_name(name) for name in data]
     return facts
+
+
+def _published(name: str | None) -> str | None:
+    # pose.json is published with the weights, and a path tells who trained where.
+    return public_name(name) if name else None
 
 
 def versions() -> dict[str, str]:

@@ -145,8 +145,39 @@ def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
     if not request["quantization"]:
         model = model.to(request["device"])
     answer.update(measure(model, probe), dtype=weight_type(model))
+    answer["generates"] = _refusal_of_generate(model, probe["ids"][-1], request["prompt"])
     if request["theta"]:
         answer["plain"] = _with_plain_frequencies(model, probe, request["theta"])
+
+
+class _Reached(Exception):
+    """The forward was reached."""
+
+
+def _refusal_of_generate(model: Any, token: int, length: int) -> str | None:
+    """Return why `generate` refuses a prompt of a length in tokens, None if it starts. No forward is computed."""
+    import functools
+
+    import torch
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = inner.forward
+
+    @functools.wraps(forward)  # generate looks at the signature
+    def reached(*args: Any, **kwargs: Any) -> None:
+        raise _Reached
+
+    ids = torch.full((1, length), token, device=model.get_input_embeddings().weight.device)
+    inner.forward = reached
+    try:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=token)
+    except _Reached:
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        inner.forward = forward
+    return None
 
 
 def _with_plain_frequencies(model: Any, probe: dict[str, Any], theta: float) -> list[list[float]] | None:

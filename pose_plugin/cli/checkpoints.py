@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 
-from pose_plugin.checkpoints.adapter import is_beacons
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -78,17 +77,21 @@ def _export(args: argparse.Namespace) -> int:
     from pose_plugin.checkpoints.saved import read_saved
     from pose_plugin.export import OLDER_READERS, exporter
     from pose_plugin.export.common import require_older_form
+    from pose_plugin.utils.files import staged
 
     _require_used(args)
     _require_window(args.folder)
     saved = read_saved(args.folder)
+    # What the engine refuses, and files that cannot be read, are raised before anything is written or printed.
+    exporter(args.engine)(saved)
+    warnings = saved.warnings
     if args.form:
         from pose_plugin.export.transformers4 import write_older_form
 
         folder = write_older_form(saved, args.output)
         print(f"# written for readers of transformers 4: {folder}")
         # The printed lines must name the new folder.
-        saved = replace(saved, path=folder, older=True)
+        saved = read_saved(folder)
     elif args.engine in OLDER_READERS:
         require_older_form(saved, args.engine)
     made = exporter(args.engine)(saved)
@@ -99,13 +102,17 @@ def _export(args: argparse.Namespace) -> int:
         print(f"# converted: {convert(saved, args.llama_cpp, None if args.form else args.output, arguments)}")
     for name, content in made.files.items():
         file = saved.path / name
-        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != content:
+        # An empty file is what a full disk once left.
+        if (file.exists() and file.read_text(encoding="utf-8", errors="replace")) not in (False, "", content):
             print(f"# {file} exists and was not changed; this would be written:")
             print("\n".join(f"#   {line}" for line in content.splitlines()))
             continue
-        file.write_text(content, encoding="utf-8")
+        with staged(saved.path) as stage:
+            stage.write(name, content)
         print(f"# written: {file}")
     print(made)
+    for warning in warnings:
+        print(f"# WARNING: {warning}")
     return 0
 
 
@@ -133,7 +140,9 @@ def _require_used(args: argparse.Namespace) -> None:
 
 def _require_window(folder: str) -> None:
     """Raise PoSEError for an Activation Beacon adapter, which no engine runs."""
-    if is_beacons(folder):
+    from pose_plugin.checkpoints.saved import Saved
+
+    if Saved(Path(folder)).condenses:
         raise PoSEError(
             f"{folder} is an Activation Beacon adapter: it leaves window and rope unchanged, so there is nothing to "
             "check or export, and no engine runs it. Load it with PEFT and BeaconCache (docs/beacon.md); pose-plugin "
@@ -149,11 +158,15 @@ def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
 
 
 def _card(args: argparse.Namespace) -> int:
+    from pose_plugin.checkpoints.saved import read_saved
     from pose_plugin.export.card import write_card
 
     _require_window(args.folder)
-    written = write_card(args.folder, args.evaluation)
+    saved = read_saved(args.folder)
+    written = write_card(args.folder, args.evaluation, foreign=True)
     if written is None:
-        raise PoSEError(f"{args.folder} lacks pose.json or config.json; name a folder that a run has saved")
+        raise PoSEError(f"{args.folder} has no config.json, so its window is unknown; name a folder that has one")
     print(f"written: {written}")
+    for warning in saved.warnings:
+        print(f"WARNING: {warning}")
     return 0

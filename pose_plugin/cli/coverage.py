@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from pose_plugin.positions import coverage, many_chunks
     from pose_plugin.positions.figure import draw_coverage, write_coverage
+    from pose_plugin.utils.files import staged
     from pose_plugin.utils.plots import check_ending, require_matplotlib
 
     settings = _settings(args)
@@ -94,10 +95,14 @@ def run(args: argparse.Namespace) -> int:
     print(text(seen, distances, args.rows))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        written = [write_coverage(seen, output.with_suffix(".csv"), args.rows)]
-        if not args.no_figures:
-            written.append(draw_coverage(seen, output))
-        print(f"\nWritten: {', '.join(map(str, written))}")
+        names = [output.with_suffix(".csv").name, *([] if args.no_figures else [output.name])]
+        with staged(output.parent, f"_{output.stem[:50]}.part") as stage:
+            with stage.new(names[0]) as part:
+                write_coverage(seen, part, args.rows)
+            for name in names[1:]:
+                with stage.new(name) as part:
+                    draw_coverage(seen, part)
+        print(f"\nWritten: {', '.join(str(output.with_name(name)) for name in names)}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from importlib import import_module
 from pose_plugin._version import __version__
 from pose_plugin.cli.parser import Parser, shortened, suggestion
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import OF_THE_DISK, space_left
 from pose_plugin.utils.log import printable
 
 # Command: (its module in this folder, the function there that adds its options, its line in the help).
@@ -55,7 +55,6 @@ COMMANDS = {
 }
 # Set to anything to see where an error came from, instead of one sentence.
 TRACEBACK = "POSE_TRACEBACK"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,8 +138,9 @@ def _of_system(error: Exception) -> tuple[int, str]:
     if not isinstance(error, OSError) or error.strerror is None:
         said = " ".join(str(error).split()) or "no details"
         return 1, f"{type(error).__name__}: {said[:500]} (set {TRACEBACK}=1 to see where)"
-    if error.errno in FULL:
-        return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free some space and run it again"
+    if error.errno in OF_THE_DISK:
+        space = space_left(error.filename) if error.filename else ""
+        return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}{space}. Free some and run it again"
     if error.filename is None:
         return 1, f"{error.strerror} (set {TRACEBACK}=1 to see where)"
     return 2, f"{error.filename} cannot be used ({error.strerror}); give a path that can be read and written"

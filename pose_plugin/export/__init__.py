@@ -1,7 +1,6 @@
 """How to serve a saved folder: one file per engine, with `export(saved) -> Export`.
 
-To add an engine, write its file and add its name to `ENGINES`. What an engine derives by itself was read in its source,
-which its file names.
+To add an engine, write its file, add its name to `ENGINES`, and add what it derives by itself to `RULES` in engines.py.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ ENGINES = {
     "sglang": "sglang",
     "llama.cpp": "llama_cpp",
     "ollama": "ollama",
+    "mlx": "mlx",
     "tgi": "tgi",
 }
 
 # These read, or may read, the keys of transformers 4 only.
-OLDER_READERS = ("llama.cpp", "ollama", "tgi")
+OLDER_READERS = ("llama.cpp", "ollama", "mlx", "tgi")
 
 
 def exporter(engine: str) -> Callable[[Saved], Export]:

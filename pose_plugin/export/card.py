@@ -7,22 +7,23 @@ section is inserted after each of them, in front of their text, and replaces onl
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.folder import RECORD
-from pose_plugin.checkpoints.saved import Saved, read_saved
+from pose_plugin.checkpoints.saved import RECORD, Saved, public_name, read_saved
+from pose_plugin.checkpoints.schema import Record
 from pose_plugin.export import exporter
 from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
-from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import write_whole
+from pose_plugin.utils.errors import PoSEError, shown
+from pose_plugin.utils.files import staged
 
 BEGIN, END = "<!-- pose-plugin: begin -->", "<!-- pose-plugin: end -->"
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# With an owner: a name without one may be that of a folder, see `public_name`.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OF_EVALUATION = ("report.md", "results.json", "*.csv", "*.png")
 _CITATION = """\
 ```bibtex
 @inproceedings{zhu2024pose,
@@ -36,70 +37,98 @@ _CITATION = """\
 
 
 def write_card(
-    folder: str | Path, evaluation: str | Path | None = None, tokenizer_maximum: int | None = None
+    folder: str | Path,
+    evaluation: str | Path | None = None,
+    tokenizer_maximum: int | None = None,
+    foreign: bool = False,
 ) -> Path | None:
-    """Write or renew the section in a folder's README.md.
+    """Write or renew the section in a folder's README.md, and copy the evaluation that it shows.
 
     Args:
-        folder: saved by a run of this package; without a record nothing is written.
+        folder: of a model or an adapter.
         evaluation: output folder of `pose-plugin evaluate`; copied into the folder if it is elsewhere. Default: the
             newest one inside the folder.
-        tokenizer_maximum: see `read_saved`.
+        tokenizer_maximum: see `Saved`.
+        foreign: also write it for a folder without a record; it then states what is unknown.
 
-    Returns: the file, or None.
+    Returns: the file, or None if nothing was written.
 
     Raises:
         PoSEError: an evaluation without report.md; a README.md that cannot be read, which stays unchanged.
     """
+    path = Path(folder)
+    if not (path / "config.json").is_file() or not (foreign or (path / RECORD).is_file()):
+        return None
+    saved = read_saved(path, tokenizer_maximum)
+    # Read now, so that a damaged file is an error, and not a line of the card.
+    _ = saved.adapter, saved.record, saved.tokenizer_maximum
+    with staged(path) as stage:
+        found = _newest_evaluation(path)
+        if evaluation is not None:
+            found = Path(evaluation)
+            if not (found / "report.md").is_file():
+                raise PoSEError(
+                    f"--evaluation {evaluation} has no report.md; name the --output of `pose-plugin evaluate`"
+                )
+            if found.resolve().parent != path.resolve():
+                for file in sorted(file for pattern in _OF_EVALUATION for file in found.glob(pattern)):
+                    stage.copy(file, f"evaluation/{file.name}")
+        stage.write("README.md", _card_text(saved, found))
+    return path / "README.md"
+
+
+def _card_text(saved: Saved, evaluation: Path | None) -> str:
+    """Return README.md: its metadata, the section, and what others wrote."""
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
 
-    path = Path(folder)
-    if not (path / RECORD).is_file() or not (path / "config.json").is_file():
-        return None
-    saved = read_saved(path, tokenizer_maximum)
-    found = _bring(path, Path(evaluation)) if evaluation is not None else _newest_evaluation(path)
-    file = path / "README.md"
+    file = saved.path / "README.md"
     try:
         # utf-8-sig: a byte order mark would hide the metadata.
         old = file.read_text(encoding="utf-8-sig") if file.exists() else ""
         card = ModelCard(old if old.startswith("---") else f"---\n{{}}\n---\n{old}", ignore_metadata_errors=True)
-    except (OSError, ValueError, YAMLError) as error:
+        data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
+        metadata = data.to_yaml()
+    # Any type: the metadata may be of any shape, and the library does not expect each of them.
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, YAMLError) as error:
         raise PoSEError(
             f"{file} was not changed, as its text (UTF-8) or its metadata (YAML between two ---) cannot be read: "
-            f"{error}. Correct it, or move it away"
+            f"{shown(error, 300)}. Correct it, or move it away"
         ) from None
-    data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
     body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", card.text, flags=re.S).strip()
-    text = f"{BEGIN}\n{_section(saved, found)}\n{END}\n" + (f"\n{body}\n" if body else "")
-    write_whole(file, f"---\n{data.to_yaml()}\n---\n\n{text}")
-    return file
+    section = f"{BEGIN}\n{_section(saved, evaluation)}\n{END}\n"
+    return f"---\n{metadata}\n---\n\n{section}" + (f"\n{body}\n" if body else "")
 
 
 def _metadata(saved: Saved, old: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata: what others wrote, without what the hub would reject, and what this package knows."""
-    values = {key: value for key, value in old.items() if value not in (None, [], "")}
+    values = {str(key): value for key, value in old.items() if value not in (None, [], "")}
     values.setdefault("library_name", "transformers" if saved.base is None else "peft")
     values.setdefault("pipeline_tag", "text-generation")
-    base = values.get("base_model") or (saved.record.get("base") or {}).get("name")
-    names = [name for name in ([base] if isinstance(base, str) else base or []) if _on_the_hub(name)]
-    # The hub rejects cards whose base is not a repository's name, e.g. a local folder.
-    values.pop("base_model", None)
-    if names:
-        values["base_model"] = names[0] if len(names) == 1 else names
-    known = old.get("datasets") or saved.record.get("data") or []
-    sets = [name for name in ([known] if isinstance(known, str) else known) if _on_the_hub(name)]
-    values.pop("datasets", None)
-    if sets:
-        values["datasets"] = sets
-    rope = (saved.record.get("rope") or {}).get("type")
-    ours = ["long-context", "context-window-extension", "pose", *([str(rope)] if rope not in (None, "none") else [])]
-    tags = old.get("tags") or []
-    tags = [tags] if isinstance(tags, str) else tags
+    record = saved.record
+    # The hub rejects cards whose base is not a repository's name, e.g. a local folder. PEFT writes such names.
+    for key, known in (
+        ("base_model", values.pop("base_model", None) or (record.base.name if record else None)),
+        ("datasets", values.pop("datasets", None) or (record.data if record else None)),
+    ):
+        names = [name for name in _listed(known) if _on_the_hub(name)]
+        if names:
+            values[key] = names[0] if key == "base_model" and len(names) == 1 else names
+    ours = ["long-context", "context-window-extension"]
+    if record is not None:
+        kind = record.rope.type if record.rope else None
+        ours += ["pose", *([kind] if kind not in (None, "none") else [])]
     # PEFT also writes a tag for a base in a local folder.
+    tags = _listed(old.get("tags"))
     kept = [tag for tag in tags if not tag.startswith("base_model:") or _on_the_hub(tag.rsplit(":", 1)[-1])]
     values["tags"] = list(dict.fromkeys([*kept, *ours]))
     return values
+
+
+def _listed(value: Any) -> list[str]:
+    """Return the texts of a value that should be a text or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
 
 
 def _on_the_hub(name: Any) -> bool:
@@ -109,13 +138,11 @@ def _on_the_hub(name: Any) -> bool:
 
 
 def _section(saved: Saved, evaluation: Path | None) -> str:
-    record = saved.record
-    model = record.get("model") or {}
-    before, target = model.get("original_length"), record["target_length"]
-    window = f"{before} → {target}" if before else str(target)
+    warnings = [f"> **Warning:** {sentence}." for sentence in replace(saved, printed=Path(saved.name)).warnings]
     parts = [
-        f"# {saved.path.resolve().name}: a context window of {target} tokens",
-        _facts(saved, window),
+        f"# {saved.name}: a context window of {saved.target} tokens",
+        *warnings,
+        _facts(saved),
         "## Evaluation",
         _evaluation(saved, evaluation),
         "## Serving",
@@ -128,64 +155,65 @@ def _section(saved: Saved, evaluation: Path | None) -> str:
     return "\n\n".join(parts)
 
 
-def _facts(saved: Saved, window: str) -> str:
-    record = saved.record
-    model, trained = record.get("model") or {}, record.get("trained") or {}
-    kind = str((record.get("rope") or {}).get("type"))
+def _facts(saved: Saved) -> str:
+    record, before, target = saved.record, saved.original, saved.target
+    kind = str(record.rope.type if record and record.rope else saved.kind)
     known = KINDS.get(kind)
     name, paper = (known.title, known.paper) if known else (kind, None)
     rope = name + (f" ([arXiv {paper}](https://arxiv.org/abs/{paper}))" if paper else "")
     rope += f", factor {saved.factor:g}" if saved.factor != 1 else ""
-    base = record.get("base") or {}
-    rows = {
-        "window, tokens": window + _times(model.get("original_length"), record["target_length"]),
-        "method": _method(record),
-        "RoPE": rope,
-        "theta before → after": f"{model.get('original_theta') or '?'} → {saved.rope['rope_theta']}",
-        "base": f"{base.get('name') or 'unknown'}" + (f" at {base['revision']}" if base.get("revision") else ""),
-        "data": ", ".join(record.get("data") or []) or "not recorded",
-        "trained": _trained(trained),
-        "hardware": record.get("hardware") or "not recorded",
-        "software": ", ".join(f"{key} {value}" for key, value in (record.get("versions") or {}).items()),
-    }
+    window = f"{before} → {target} ({target / before:g}×)" if before else str(target)
+    rows = {"window, tokens": window, "RoPE": rope, "theta": f"{saved.rope['rope_theta']}"}
+    if saved.base is not None:
+        rows["base"] = public_name(saved.base.name)
+    if record is not None:
+        base = public_name(record.base.name) if record.base.name else rows.get("base", "unknown")
+        rows = {
+            "window, tokens": window,
+            "method": _method(record),
+            "RoPE": rope,
+            "theta before → after": f"{record.model.original_theta or '?'} → {saved.rope['rope_theta']}",
+            "base": base + (f" at {record.base.revision}" if record.base.revision else ""),
+            "data": ", ".join(map(public_name, record.data or [])) or "not recorded",
+            "trained": _trained(record),
+            "hardware": record.hardware or "not recorded",
+            "software": ", ".join(f"{key} {value}" for key, value in record.versions.items()),
+        }
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value)
 
 
-def _method(record: Mapping[str, Any]) -> str:
-    adapter = record.get("adapter") or {}
-    how = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}.get(
-        str(record.get("method")), str(record.get("method") or "")
-    )
-    if adapter.get("r"):
-        how += f" of rank {adapter['r']}"
-    if adapter.get("modules_to_save"):
-        how += f" and whole {', '.join(adapter['modules_to_save'])}"
-    if record.get("merged"):
+def _method(record: Record) -> str:
+    how = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}.get(record.method or "", record.method or "")
+    adapter = record.adapter
+    if adapter is not None and adapter.use_dora:
+        how = how.replace("LoRA", "DoRA")
+    if adapter is not None and adapter.r:
+        how += f" of rank {adapter.r}"
+    if adapter is not None and adapter.modules_to_save:
+        how += f" and whole {', '.join(adapter.modules_to_save)}"
+    if record.merged:
         how += ", merged"
-    window = record.get("train_length")
-    rows = f", windows of {window} tokens" if window else ""
+    rows = f", windows of {record.train_length} tokens" if record.train_length else ""
     # None for a folder saved by a version that knows other samplers.
-    sampler = SAMPLERS.get(str(record.get("sampler")))
+    sampler = SAMPLERS.get(str(record.sampler))
     if sampler is not None and not sampler.skips:
         return f"plain positions{rows}; {how}"
-    chunks = f", {record.get('chunks')} chunks" if sampler is not None and "chunks" in sampler.options() else ""
+    chunks = f", {record.chunks} chunks" if sampler is not None and "chunks" in sampler.options() else ""
     paper = "[PoSE](https://arxiv.org/abs/2309.10400)"
-    return f"{paper} (sampler {record.get('sampler')}{chunks}){rows}; {how}"
+    return f"{paper} (sampler {record.sampler}{chunks}){rows}; {how}"
 
 
-def _trained(trained: Mapping[str, Any]) -> str:
-    if not trained:
+def _trained(record: Record) -> str:
+    trained = record.trained
+    if trained is None:
         return "not recorded"
-    drawn = trained.get("first_process") or {}
-    text = f"{trained['steps']} steps of {trained['rows_a_step']} rows, {trained['epochs']:g} epochs"
+    drawn = trained.first_process or {}
+    text = f"{trained.steps or 0} steps of {trained.rows_a_step or '?'} rows, {trained.epochs or 0:g} epochs"
     if drawn.get("tokens"):
-        share = "" if trained.get("processes", 1) == 1 else f" in the first of {trained['processes']} processes"
-        text += f"; {drawn['tokens']} tokens drawn{share} (some fetched ahead), farthest position {drawn['farthest']}"
+        share = "" if trained.processes in (None, 1) else f" in the first of {trained.processes} processes"
+        text += f"; {drawn['tokens']} tokens drawn{share} (some fetched ahead)"
+        text += f", farthest position {drawn.get('farthest')}"
     return text
-
-
-def _times(before: int | None, after: int) -> str:
-    return f" ({after / before:g}×)" if before else ""
 
 
 def _cell(value: Any) -> str:
@@ -194,21 +222,23 @@ def _cell(value: Any) -> str:
 
 def _evaluation(saved: Saved, evaluation: Path | None) -> str:
     if evaluation is None:
-        before = (saved.record.get("model") or {}).get("original_length")
-        lengths = ",".join(str(length) for length in (before, saved.record["target_length"]) if length)
-        name = saved.path.resolve().name
+        lengths = ",".join(str(length) for length in (saved.original, saved.target) if length)
+        name = saved.name
         return (
             "Not evaluated. To put tables and pictures here:\n\n```bash\n"
             f"pose-plugin evaluate {name} --lengths {lengths} --output {name}/evaluation\npose-plugin card {name}\n```"
         )
-    text = (evaluation / "report.md").read_text(encoding="utf-8").strip()
-    pictures = [f"![{file.stem}]({evaluation.name}/{file.name})" for file in sorted(evaluation.glob("*.png"))]
+    inside = evaluation.resolve().parent == saved.path.resolve()
+    name = evaluation.name if inside else "evaluation"
+    text = (evaluation / "report.md").read_text(encoding="utf-8", errors="replace").strip()
+    pictures = [f"![{file.stem}]({name}/{file.name})" for file in sorted(evaluation.glob("*.png"))]
     return "\n\n".join([text, *pictures])
 
 
 def _serving(saved: Saved) -> str:
     # The name instead of the path: readers of the card have the folder elsewhere.
-    named = replace(saved, path=Path(saved.path.resolve().name))
+    base = public_name(saved.base.name) if saved.base else None
+    named = replace(saved, printed=Path(saved.name), printed_base=base)
     parts = []
     for engine, language in (("transformers", "python"), ("vllm", "bash"), ("llama.cpp", "bash")):
         try:
@@ -217,36 +247,23 @@ def _serving(saved: Saved) -> str:
             parts.append(f"{engine}: {error}")
             continue
         parts.append(f"```{language}\n# {engine}\n" + "\n".join(made.lines) + "\n```")
-    return "\n\n".join([*parts, f"All engines: `pose-plugin export {named.path} --engine …`."])
+    return "\n\n".join([*parts, f"All engines: `pose-plugin export {named.shown} --engine …`."])
 
 
 def _limits(saved: Saved) -> str:
     record = saved.record
     lines = [
-        f"Extended to {record['target_length']} tokens; positions beyond them are untrained.",
+        f"Extended to {saved.target} tokens; positions beyond them are untrained.",
         "The longest distances are the rarest in training; measure retrieval at the length that you need.",
     ]
     window = saved.text.get("sliding_window")
     if window and saved.text.get("use_sliding_window") is not False:
         lines.append(f"Layers with a sliding window see {window} tokens, with any context window.")
-    if record.get("method") == "qlora":
+    if record is not None and record.method == "qlora":
         lines.append("Trained on a 4-bit base: on a full-precision base, answers differ by the quantisation.")
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {line}" for line in lines if record is not None or "rarest" not in line)
 
 
 def _newest_evaluation(path: Path) -> Path | None:
     found = [file.parent for file in path.glob("*/report.md") if (file.parent / "results.json").is_file()]
     return max(found, key=lambda each: (each / "report.md").stat().st_mtime, default=None)
-
-
-def _bring(path: Path, evaluation: Path) -> Path:
-    if not (evaluation / "report.md").is_file():
-        raise PoSEError(f"--evaluation {evaluation} has no report.md; name the --output of `pose-plugin evaluate`")
-    if evaluation.resolve().parent == path.resolve():
-        return evaluation
-    target = path / "evaluation"
-    target.mkdir(exist_ok=True)
-    for pattern in ("report.md", "results.json", "*.csv", "*.png"):
-        for file in evaluation.glob(pattern):
-            shutil.copy2(file, target / file.name)
-    return target

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pose_plugin.checkpoints.adapter import Base
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
@@ -35,7 +34,7 @@ class Export:
 def serve(
     saved: Saved,
     full: Callable[[str], str],
-    lora: Callable[[Base], str],
+    lora: Callable[[str], str],
     notes: list[str],
 ) -> Export:
     """Return the lines of an engine that runs full models and adapters.
@@ -43,7 +42,7 @@ def serve(
     Args:
         saved: a model or an adapter.
         full: gives the line for the folder of a full model, one shell word.
-        lora: gives the line for the adapter on this base.
+        lora: gives the line for the adapter on this base, one shell word.
         notes: of the engine, about either.
     """
     if saved.base is None:
@@ -51,7 +50,8 @@ def serve(
     why = needs_merging(saved)
     if why is None:
         return Export(
-            [lora(saved.base)], [*notes, "the base's config lacks the extension, so it is passed on the command line"]
+            [lora(shlex.quote(saved.base_name))],
+            [*notes, "the base's config lacks the extension, so it is passed on the command line"],
         )
     merged = merged_path(saved)
     return Export([*merge_lines(saved, merged), full(shlex.quote(merged))], [*notes, f"{why}, so it is merged"])
@@ -60,7 +60,7 @@ def serve(
 def merge_lines(saved: Saved, output: str) -> list[str]:
     """Return the lines that merge an adapter into a full model, for engines that need one."""
     code = (
-        f"from pose_plugin import load_extended; load_extended({str(saved.path)!r}).merge_and_unload()"
+        f"from pose_plugin import load_extended; load_extended({str(saved.shown)!r}).merge_and_unload()"
         f".save_pretrained({output!r})"
     )
     return [
@@ -71,10 +71,10 @@ def merge_lines(saved: Saved, output: str) -> list[str]:
 
 def needs_merging(saved: Saved) -> str | None:
     """Return why an engine cannot load this adapter on its base, or None."""
-    if saved.adapter.get("modules_to_save"):
-        return f"the adapter has modules_to_save={saved.adapter['modules_to_save']}, which engines do not load"
-    if saved.composite:
-        return "the base's rope is in its text_config, which an override on the command line does not reach"
+    if saved.adapter is not None and saved.adapter.modules_to_save:
+        return f"the adapter has modules_to_save={saved.adapter.modules_to_save}, which engines do not load"
+    if saved.adapter is not None and saved.adapter.use_dora:
+        return "the adapter has use_dora=true, and engines load no DoRA adapters"
     return None
 
 
@@ -84,6 +84,8 @@ def require_older_form(saved: Saved, engine: str) -> None:
     Raises:
         PoSEError: it has not, as in a checkpoint, from which transformers 5 could otherwise not resume.
     """
+    if saved.older:
+        return
     wanted = legacy_copies(saved.rope, saved.model_type).get("rope_scaling")
     if saved.base is None and wanted is not None and saved.text.get("rope_scaling") is None:
         raise PoSEError(
@@ -104,14 +106,27 @@ def longrope_scale(saved: Saved) -> dict[str, Any]:
     return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}
 
 
+def overrides(saved: Saved, changes: dict[str, Any], adapter: bool = False) -> dict[str, Any]:
+    """Return values for a config, under text_config if the engine finds the rope there.
+
+    Args:
+        saved: a model or an adapter.
+        changes: of the rope.
+        adapter: add what a plain base's config lacks.
+    """
+    base = {"rope_parameters": saved.rope_parameters, "max_position_embeddings": saved.maximum} if adapter else {}
+    values = base | changes
+    return {"text_config": values} if values and saved.nested else values
+
+
 def quoted(saved: Saved) -> str:
     """Return the folder as one shell word."""
-    return shlex.quote(str(saved.path))
+    return shlex.quote(str(saved.shown))
 
 
 def merged_path(saved: Saved) -> str:
     """Return where the printed lines put a merged model."""
-    return str(saved.path / "merged")
+    return str(saved.shown / "merged")
 
 
 def as_json(values: dict[str, Any]) -> str:
@@ -121,4 +136,4 @@ def as_json(values: dict[str, Any]) -> str:
 
 def lora_named(saved: Saved) -> str:
     """Return NAME=FOLDER as one shell word."""
-    return shlex.quote(f"{saved.path.resolve().name}={saved.path}")
+    return shlex.quote(f"{saved.name}={saved.shown}")

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path
+from pose_plugin.export.engines import require_kind
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import staged
 
 CONVERTER = "convert_hf_to_gguf.py"
 # Their converters write frequency lists; the others drop them silently.
@@ -34,10 +36,7 @@ def export(saved: Saved) -> Export:
             f"rope_type={saved.kind} would be served at the base's frequencies. Train with rope: yarn, or serve with "
             "transformers, vLLM or SGLang"
         )
-    if saved.kind not in ("default", "linear", "yarn", "llama3", "longrope"):
-        raise PoSEError(
-            f"llama.cpp does not support rope_type={saved.kind}; train with rope: linear, ntk, base, yarn or llama3"
-        )
+    require_kind("llama.cpp", saved)
     notes = [f"the file contains the rope; {same_as_flags(saved)}"]
     if abs(saved.extra_attention - 1) > 1e-6:
         notes.append(
@@ -45,7 +44,7 @@ def export(saved: Saved) -> Export:
             f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
         )
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
-    folder = merged_path(saved) if saved.base else str(saved.path)
+    folder = merged_path(saved) if saved.base else str(saved.shown)
     file = gguf_file(saved)
     return Export(
         [
@@ -59,7 +58,7 @@ def export(saved: Saved) -> Export:
 
 def gguf_file(saved: Saved) -> str:
     """Return where the converter writes by default."""
-    return str(saved.path / f"{saved.path.resolve().name}.gguf")
+    return str(saved.shown / f"{saved.name}.gguf")
 
 
 def same_as_flags(saved: Saved) -> str:
@@ -113,9 +112,10 @@ def convert(saved: Saved, home: str | None, output: str | None, arguments: list[
         raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(made.lines[:2]))
     converter = find_converter(home)
     file = Path(output or gguf_file(saved))
-    command = [sys.executable, str(converter), str(saved.path), "--outfile", str(file), *(arguments or [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0 or not file.is_file():
-        last = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise PoSEError(f"{converter} failed with code {done.returncode}:\n{last}")
+    with staged(file.parent, f"_{file.stem[:50]}.part") as stage, stage.new(file.name) as part:
+        command = [sys.executable, str(converter), str(saved.path), "--outfile", str(part), *(arguments or [])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0 or not part.is_file():
+            last = "\n".join(done.stderr.strip().splitlines()[-8:])
+            raise PoSEError(f"{converter} failed with code {done.returncode}:\n{last}")
     return file

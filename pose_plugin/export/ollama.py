@@ -19,7 +19,7 @@ def export(saved: Saved) -> Export:
     conversion = llama_cpp.export(saved)
     file = Path(llama_cpp.gguf_file(saved))
     modelfile = f"FROM ./{file.name}\nPARAMETER num_ctx {saved.maximum}\n"
-    name = shlex.quote(saved.path.resolve().name)
+    name = shlex.quote(saved.name)
     return Export(
         [
             *conversion.lines[:-1],

@@ -6,13 +6,24 @@ import shlex
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path, quoted
+from pose_plugin.export.engines import require_kind
 
 
 def export(saved: Saved) -> Export:
-    """Return the line that starts a server."""
+    """Return the line that starts a server.
+
+    Raises:
+        PoSEError: TGI does not compute this rope.
+    """
+    require_kind("tgi", saved)
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
     notes = ["do not add --rope-scaling: it would be applied in addition to config.json"]
+    if abs(saved.extra_attention - 1) > 1e-6:
+        notes.append(
+            f"TGI computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
+            "its logits will differ from the trained model's"
+        )
     if not saved.older:
         notes.append(
             "TGI runs on transformers 4, which cannot load a tokenizer that transformers 5 saved: use the folder "

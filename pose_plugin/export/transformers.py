@@ -8,7 +8,7 @@ from pose_plugin.export.common import Export
 
 def export(saved: Saved) -> Export:
     """Return the Python lines that load the model and its tokenizer."""
-    folder = str(saved.path)
+    folder = str(saved.shown)
     if saved.base is None:
         lines = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -20,7 +20,7 @@ def export(saved: Saved) -> Export:
             "from peft import PeftModel",
             "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
             f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's: the base's lacks the extension",
-            f'base = AutoModelForCausalLM.from_pretrained({saved.base.name!r}, config=config, dtype="auto")',
+            f'base = AutoModelForCausalLM.from_pretrained({saved.base_name!r}, config=config, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {folder!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class PoSEError(ValueError):
@@ -16,6 +17,18 @@ class RopeMismatchError(PoSEError):
 
 class SelfTestError(PoSEError):
     """The model, collator and attention implementation together would train without learning."""
+
+
+def shown(value: Any, limit: int = 100) -> str:
+    """Return a value from outside as it is shown in messages: one line, long ones without their middle.
+
+    Args:
+        value: an exception is shown by its message, anything else as Python writes it.
+        limit: the most characters that are shown.
+    """
+    text = " ".join((str(value) or type(value).__name__).split()) if isinstance(value, Exception) else repr(value)
+    half = (limit - 5) // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 FORGOTTEN_LINE = (

@@ -1,7 +1,8 @@
-"""Atomic file writes, and JSON files."""
+"""Atomic writes of files and folders, and JSON files."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
+
+# With these, the place that is written to is at fault, and not the file that is read: no space, quota, file too large,
+# read-only, a failing disk.
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+# In the folder that is written to. The underscore: uploads to the hub leave such names out.
+_STAGE = "_unfinished.part"
 
 
 @contextmanager
@@ -21,21 +28,130 @@ def atomic_file(file: Path) -> Iterator[Path]:
     If the block raises, the temporary file is removed and the old file stays. An existing file keeps its mode. A
     symbolic link is replaced by a file, and its target stays: in the hub's cache, several revisions share it.
 
+    Raises:
+        OSError: with the name of the file, which Python leaves out of errors of `write`.
+
     Example:
         >>> with atomic_file(Path("weights.pt")) as part:
         ...     torch.save(weights, part)
     """
-    # The underscore: uploads to the hub leave such names out. The random part: several processes may write the same
-    # file. The cut: file systems limit names to 255 bytes.
+    # The random part: several processes may write the same file. The cut: file systems limit names to 255 bytes.
     part = file.with_name(f"_{file.name[:50]}.{uuid.uuid4().hex}.part")
     try:
-        yield part
-        # There may be no old file, another process may just have removed it, or the file system has no modes.
-        with suppress(OSError):
-            shutil.copymode(file, part)
-        os.replace(part, file)
+        with _named(file, part):
+            yield part
+            _replace(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def staged(folder: Path, subfolder: str = _STAGE) -> Iterator[Stage]:
+    """Write several files of a folder together: all of them change when the block ends, or none if it raises.
+
+    A process that is killed while the block runs leaves the folder's files as they were, and a subfolder that the next
+    call removes. The renames at the end take no space. A kill between two of them leaves some files new and some old;
+    the same command writes the same files again.
+
+    Args:
+        folder: an existing folder.
+        subfolder: where the files are until the block ends; another name lets two processes write into one folder.
+
+    Example:
+        >>> with staged(Path("outputs")) as stage:
+        ...     stage.write_json("config.json", config)
+        ...     stage.write_json("pose.json", record)  # the last one is also renamed last
+    """
+    stage = Stage(folder, folder / subfolder)
+    shutil.rmtree(stage.place, ignore_errors=True)
+    try:
+        yield stage
+        stage.commit()
+    finally:
+        shutil.rmtree(stage.place, ignore_errors=True)
+
+
+class Stage:
+    """The files of a folder that `staged` will write.
+
+    Attributes:
+        folder: where they will be.
+        place: where they are until then.
+    """
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        self.folder, self.place = folder, place
+        # By name, in the order in which they will be renamed; False for a file that will be removed.
+        self._written: dict[str, bool] = {}
+
+    def path(self, name: str) -> Path:
+        """Return where a file is now: as it will be, if it was written, or as it is in the folder."""
+        return (self.place if self._written.get(name) else self.folder) / name
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder will have a file."""
+        return self._written.get(name, True) and self.path(name).is_file()
+
+    def write_json(self, name: str, values: Any) -> None:
+        self.write(name, json_text(values))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file, with the line ends as they are in the text."""
+        with self.new(name) as part:
+            part.write_text(text, encoding="utf-8", newline="")
+
+    def copy(self, source: Path, name: str) -> None:
+        """Copy a file from elsewhere, with its mode and times."""
+        with self.new(name) as part:
+            shutil.copy2(source, part)
+
+    def remove(self, name: str) -> None:
+        self._written[name] = False
+
+    @contextmanager
+    def new(self, name: str) -> Iterator[Path]:
+        """Yield the path at which to write a file."""
+        part = self.place / name
+        with _named(self.folder / name, part):
+            part.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+        self._written.pop(name, None)
+        self._written[name] = True
+
+    def commit(self) -> None:
+        """Rename every file to its place."""
+        for name, kept in self._written.items():
+            file = self.folder / name
+            with _named(file, self.place / name):
+                if kept:
+                    file.parent.mkdir(exist_ok=True)
+                    _replace(self.place / name, file)
+                else:
+                    file.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder whole or not at all: yield an empty folder next to it, which gets its name when the block ends.
+
+    What a killed process left of an earlier attempt is removed first.
+
+    Args:
+        folder: a path that does not exist, or an empty folder.
+    """
+    part = folder.with_name(f"_{folder.name[:50]}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        with _named(folder, part):
+            part.mkdir(parents=True)
+            yield part
+            # On Windows, a rename does not replace an empty folder.
+            with suppress(OSError):
+                folder.rmdir()
+            os.rename(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
         raise
 
 
@@ -46,20 +162,52 @@ def read_json(file: Path) -> dict[str, Any]:
         PoSEError: the file is not JSON, or not an object.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PoSEError(f"{file} is not valid JSON: {error}") from None
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise PoSEError(f"{file} is not valid JSON: {shown(error)}; save or download it again") from None
     if not isinstance(values, dict):
         raise PoSEError(f"{file} holds a {type(values).__name__}, not an object {{…}}; save the folder again")
     return values
 
 
+def json_text(values: Any) -> str:
+    """Return values as indented JSON, as it is written to files."""
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(file: Path, values: Any) -> None:
     """Write values as indented JSON, atomically."""
-    write_whole(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    write_whole(file, json_text(values))
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a text file atomically, with the line ends as they are in the text."""
     with atomic_file(file) as part:
         part.write_text(text, encoding="utf-8", newline="")
+
+
+def space_left(file: str | Path) -> str:
+    """Return e.g. " (3.0 MiB are free in /data)" for the place of a file; "" if it cannot be measured."""
+    for place in Path(file).parents:
+        with suppress(OSError):
+            return f" ({shutil.disk_usage(place).free / 2**20:.1f} MiB are free in {place})"
+    return ""
+
+
+@contextmanager
+def _named(file: Path, part: Path) -> Iterator[None]:
+    """Name the file in errors that concern it, instead of its temporary path or nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename in (None, str(part)) or error.errno in OF_THE_DISK:
+            # `from None` would hide the line that failed.
+            raise OSError(error.errno, error.strerror or str(error), str(file)) from error
+        raise
+
+
+def _replace(part: Path, file: Path) -> None:
+    # There may be no old file, another process may just have removed it, or the file system has no modes.
+    with suppress(OSError):
+        shutil.copymode(file, part)
+    os.replace(part, file)

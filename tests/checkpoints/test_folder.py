@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.checkpoints import complete_folder, read_record, take_probe
-from pose_plugin.checkpoints.adapter import base_of
 from pose_plugin.checkpoints.probe import PROBE, read_probe
 from pose_plugin.checkpoints.record import model_facts, versions
+from pose_plugin.checkpoints.saved import base_of
 from pose_plugin.config import parse_settings
 from pose_plugin.utils.errors import PoSEError
 from tests.checkpoints.saved_models import TARGET, edit, extended, make_base
@@ -60,6 +60,23 @@ def test_a_probe_of_an_earlier_model_goes(folder):
     assert read_probe(folder) is None
 
 
+def test_every_length_reaches_the_target(folder):
+    model = extended(folder.parent / "base", "yarn")
+    edit(folder / "config.json", lambda values: values.update(seq_length=64, max_seq_len=4096))
+    # transformers writes 10**30 if nobody has set a limit.
+    edit(folder / "tokenizer_config.json", lambda values: values.update(model_max_length=10**30))
+    (folder / "generation_config.json").write_text(json.dumps({"max_length": 64, "eos_token_id": 1}))
+    complete_folder(folder, model.config, SETTINGS)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["seq_length"], config["max_seq_len"]) == (TARGET, 4096)
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == TARGET
+    assert json.loads((folder / "generation_config.json").read_text()) == {"max_length": TARGET, "eos_token_id": 1}
+    # 20 is transformers' own default, with which generate adds 20 tokens to any prompt.
+    (folder / "generation_config.json").write_text('{"max_length": 20}')
+    complete_folder(folder, model.config, SETTINGS)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"max_length": 20}
+
+
 def test_the_record(folder):
     model = extended(folder.parent / "base", "yarn")
     complete_folder(folder, model.config, SETTINGS, facts=model_facts(model))
@@ -71,7 +88,8 @@ def test_the_record(folder):
         "max_position_embeddings": TARGET,
         "rope_parameters": model.config.rope_parameters,
     }
-    assert record["base"] == {"name": str(folder.parent / "base"), "revision": None}
+    # The name and not the path: the record is published.
+    assert record["base"] == {"name": "base", "revision": None}
     assert record["method"] == "full" and record["seed"] == 0 and record["sampler"] == "pose"
 
 

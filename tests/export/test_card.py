@@ -124,14 +124,43 @@ def test_evaluation(full, tmp_path, inside, capsys):
 
 def test_bad_input(full, tmp_path, capsys):
     assert main(["card", str(tmp_path)]) == 2
-    assert "pose.json" in capsys.readouterr().err
+    assert "config.json" in capsys.readouterr().err
     with pytest.raises(PoSEError, match=r"report\.md"):
         write_card(full, tmp_path)
 
 
-def test_foreign_folders_get_no_card(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert write_card(tmp_path) is None and not (tmp_path / "README.md").exists()
+def test_a_run_writes_no_card_into_a_foreign_folder_but_the_command_does(full):
+    for name in ("pose.json", "pose_probe.json"):
+        (full / name).unlink()
+    assert write_card(full) is None and not (full / "README.md").exists()
+    assert main(["card", str(full)]) == 0
+    text = (full / "README.md").read_text()
+    assert "**Warning:** full has no pose.json" in text and "| window, tokens | 64 → 512 (8×) |" in text
+    assert "[PoSE]" not in text and "steps" not in text
+
+
+def test_a_run_of_no_steps_is_in_the_card(full, capsys):
+    edit(full / "pose.json", lambda record: record.update(trained={"steps": 0}))
+    assert main(["card", str(full)]) == 0
+    assert "**Warning:** pose.json has steps=0" in (full / "README.md").read_text()
+    assert "WARNING: pose.json has steps=0" in capsys.readouterr().out
+
+
+def test_no_path_is_published(tmp_path):
+    """Of the base or the data; PEFT's own adapter_config.json has to name the base."""
+    save_adapter(tmp_path / "adapter")
+    edit(tmp_path / "adapter" / "pose.json", lambda record: record.update(data=[str(tmp_path / "rows.jsonl")]))
+    write_card(tmp_path / "adapter")
+    section = (tmp_path / "adapter" / "README.md").read_text().split(END)[0]
+    assert str(tmp_path) not in section and "| base | base |" in section and "rows.jsonl" in section
+    assert str(tmp_path) not in json.dumps(json.loads((tmp_path / "adapter" / "pose.json").read_text())["base"])
+
+
+@pytest.mark.parametrize("content", ["tags: 7", "tags: [7, a]", "base_model: {a: b}", "datasets: 3", "1: x"])
+def test_metadata_of_another_type_is_no_traceback(full, content, capsys):
+    (full / "README.md").write_text(f"---\n{content}\n---\n# Mine\n")
+    assert main(["card", str(full)]) in (0, 2)
+    assert "# Mine" in (full / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

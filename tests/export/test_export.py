@@ -15,8 +15,7 @@ from pose_plugin.checkpoints import check, reload_worker
 from pose_plugin.checkpoints.saved import read_saved
 from pose_plugin.cli.main import main
 from pose_plugin.export import ENGINES, exporter
-from pose_plugin.export import sglang as sglang_engine
-from pose_plugin.export import vllm as vllm_engine
+from pose_plugin.export.engines import rules_of, taken
 from pose_plugin.utils.errors import PoSEError
 from tests.checkpoints.saved_models import ROPES, TARGET, edit, save_adapter, save_full
 from tests.export import engine_rules
@@ -56,15 +55,16 @@ def test_maxima(home, name):
     saved = read_saved(home / name)
     config = config_of(home / name)
     by_itself, most = engine_rules.vllm_maxima(config, tokenizer_maximum=TARGET)
-    assert vllm_engine.derived_maximum(saved.rope, saved.maximum, TARGET) == most
-    top = config.get("original_max_position_embeddings")
-    assert vllm_engine.default_maximum(saved.rope, saved.maximum, TARGET, top_original=top) == by_itself
+    for rule in rules_of("vllm"):
+        found = taken(rule, saved)
+        assert (found.default, found.most) == (by_itself, most)
     asked = int(options(exporter("vllm")(saved).lines[0])["--max-model-len"])
     assert asked == TARGET <= most
     assert by_itself == {"linear": 8 * TARGET, "yarn-revised": 64}.get(name, TARGET)
 
     by_itself, most = engine_rules.sglang_maxima(config)
-    assert sglang_engine.derived_maximum(saved.rope, saved.maximum) == by_itself
+    (rule,) = rules_of("sglang")
+    assert taken(rule, saved).default == by_itself
     asked = int(options(exporter("sglang")(saved).lines[0])["--context-length"])
     assert asked == TARGET <= most
     assert by_itself == {"linear": 8 * TARGET}.get(name, TARGET)
@@ -130,24 +130,10 @@ def test_a_rope_nested_by_layer_type_is_passed_complete(tmp_path):
     assert passed["full_attention"]["long_mscale"] == passed["full_attention"]["attention_factor"]
 
 
-def test_an_adapter_of_a_multimodal_base_is_merged(tmp_path):
-    save_adapter(tmp_path / "adapter", "yarn")
-
-    def wrap(values: dict[str, Any]) -> None:
-        text = dict(values)
-        values.clear()
-        values.update(model_type="some_vl", text_config=text)
-
-    saved = edited(tmp_path / "adapter", wrap)
-    for engine in ("vllm", "sglang"):
-        made = exporter(engine)(saved)
-        assert "merge_and_unload" in made.lines[0] and "text_config" in made.notes[-1]
-
-
 def test_a_lost_tokenizer_limit_is_refused(home, tmp_path):
     save_full(tmp_path / "model", "linear")
     edit(tmp_path / "model" / "tokenizer_config.json", lambda values: values.update(model_max_length=32))
-    with pytest.raises(PoSEError, match=r"vLLM would allow 256 tokens.*tokenizer's model_max_length"):
+    with pytest.raises(PoSEError, match=r"256 tokens.*model_max_length"):
         exporter("vllm")(read_saved(tmp_path / "model"))
 
 
@@ -159,7 +145,7 @@ def test_the_command(home, engine, capsys):
     assert main(["export", str(home / "yarn"), "--engine", engine]) == 0
     out = capsys.readouterr().out
     assert str(home / "yarn") in out
-    assert ("512" in out) is (engine not in ("transformers", "ollama"))
+    assert ("512" in out) is (engine not in ("transformers", "ollama", "mlx"))
 
 
 def test_adapters_with_whole_modules_are_merged_first(home):
@@ -218,7 +204,10 @@ def test_llama_cpps_own_converter_is_run(home, tmp_path, capsys):
     file = tmp_path / "out.gguf"
     command = ["export", str(home / "yarn"), "--engine", "llama.cpp", "--convert", "--llama-cpp", str(tmp_path)]
     assert main([*command, "--output", str(file), "--outtype", "f16"]) == 0
-    assert json.loads(file.read_text()) == [str(home / "yarn"), "--outfile", str(file), "--outtype", "f16"]
+    folder, option, written, *rest = json.loads(file.read_text())
+    # Renamed when it is complete.
+    assert (folder, option, rest) == (str(home / "yarn"), "--outfile", ["--outtype", "f16"])
+    assert Path(written).name == file.name and written != str(file)
     script.write_text("import sys\nsys.exit('no such architecture')\n")
     file.unlink()
     assert main([*command, "--output", str(file)]) == 2
@@ -354,7 +343,7 @@ def test_an_existing_modelfile_is_not_overwritten(tmp_path, capsys):
 
 
 def test_only_weights_are_linked_into_the_older_form(tmp_path):
-    save_full(tmp_path / "full", "linear")
+    save_full(tmp_path / "full", "yarn")
     (tmp_path / "full" / "README.md").write_text("# Mine\n")
     older = tmp_path / "older"
     assert main(["export", str(tmp_path / "full"), "--engine", "tgi", "--form", "4", "--output", str(older)]) == 0

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from pose_plugin.checkpoints import read_record
-from pose_plugin.checkpoints.adapter import base_of
 from pose_plugin.checkpoints.probe import read_probe
-from pose_plugin.checkpoints.saved import read_saved
+from pose_plugin.checkpoints.saved import base_of, read_saved
 from pose_plugin.export import exporter
 from pose_plugin.export.card import write_card
 from pose_plugin.rope import plan_rope

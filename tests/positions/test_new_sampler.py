@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from pose_plugin.checkpoints.schema import Record
 from pose_plugin.cli.main import main
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import parse_settings
@@ -126,6 +127,6 @@ def test_the_commands_print_it(tmp_path, capsys):
 
 
 def test_the_model_card_names_it():
-    assert "sampler halves)" in _method({"sampler": "halves", "chunks": 2})
-    assert "sampler lines, 2 chunks)" in _method({"sampler": "lines", "chunks": 2})
-    assert "sampler unheard-of)" in _method({"sampler": "unheard-of", "chunks": 2})
+    assert "sampler halves)" in _method(Record(target_length=64, sampler="halves", chunks=2))
+    assert "sampler lines, 2 chunks)" in _method(Record(target_length=64, sampler="lines", chunks=2))
+    assert "sampler unheard-of)" in _method(Record(target_length=64, sampler="unheard-of", chunks=2))

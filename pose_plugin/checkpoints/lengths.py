@@ -1,0 +1,83 @@
+"""Every length in a saved folder that would keep readers below the trained window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pose_plugin.checkpoints.saved import NO_LIMIT, Saved
+from pose_plugin.checkpoints.schema import Generation, Tokenizer, read
+from pose_plugin.utils.files import Stage, read_json
+
+# vLLM takes the smallest of these, SGLang the first that it finds.
+_OF_CONFIG = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+_TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+# transformers' own max_length, which stands for "not set": `generate` then adds 20 tokens to any prompt.
+UNSET_GENERATION = 20
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A length in a file.
+
+    Attributes:
+        file, key: where it is.
+        value: in tokens.
+        effect: what it does to a longer text.
+    """
+
+    file: str
+    key: str
+    value: int
+    effect: str
+
+
+def limits_below(saved: Saved, target: int) -> Iterator[Limit]:
+    """Yield the lengths that are below the target, in tokens."""
+    for key in _OF_CONFIG if saved.config is not None else ():
+        value = saved.text.get(key)
+        if isinstance(value, int) and value < target:
+            yield Limit("config.json", key, value, "engines take it as the window")
+    limit = saved.tokenizer_maximum
+    if limit is not None and limit < target:
+        yield Limit(_TOKENIZER, "model_max_length", limit, "longer texts raise a warning or are truncated")
+    longest = saved.generation.max_length if saved.generation else None
+    if longest is not None and UNSET_GENERATION < longest < target:
+        yield Limit(_GENERATION, "max_length", longest, "generate() ends there and refuses longer prompts")
+
+
+def raise_config(text: dict[str, Any], target: int) -> None:
+    """Raise the lengths of a config's text part to the target, in place."""
+    for key in _OF_CONFIG:
+        if isinstance(value := text.get(key), int) and value < target:
+            text[key] = target
+
+
+def raise_limits(stage: Stage, target: int, tokenizer: bool = True) -> None:
+    """Raise the limits of a folder's tokenizer and of `generate` to the target, in tokens.
+
+    A tokenizer without a limit gets the target as its limit.
+
+    Args:
+        stage: the folder that is being written.
+        target: the trained window.
+        tokenizer: False leaves the tokenizer's file alone, as another process may be writing it.
+    """
+    if tokenizer and stage.has(_TOKENIZER):
+        limit = read(stage.path(_TOKENIZER), Tokenizer).model_max_length
+        if limit is None or limit < target or limit >= NO_LIMIT:
+            stage.write_json(_TOKENIZER, read_json(stage.path(_TOKENIZER)) | {"model_max_length": target})
+    if stage.has(_GENERATION):
+        longest = read(stage.path(_GENERATION), Generation).max_length
+        if longest is not None and UNSET_GENERATION < longest < target:
+            stage.write_json(_GENERATION, read_json(stage.path(_GENERATION)) | {"max_length": target})

@@ -1,0 +1,27 @@
+"""MLX (mlx-lm) reads the keys of transformers 4 in the same config.json; see engines.py. Not run."""
+
+from __future__ import annotations
+
+import shlex
+
+from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.export.common import Export, merge_lines, merged_path
+from pose_plugin.export.engines import require_kind
+
+
+def export(saved: Saved) -> Export:
+    """Return the line that starts a server; an adapter of PEFT is merged first.
+
+    Raises:
+        PoSEError: MLX does not compute this rope.
+    """
+    require_kind("mlx", saved)
+    notes = ["MLX has no limit on the window; it computes what config.json says at any length"]
+    if abs(saved.extra_attention - 1) > 1e-6:
+        notes.append(
+            f"MLX computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
+            "its logits will differ from the trained model's"
+        )
+    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
+    folder = merged_path(saved) if saved.base else str(saved.shown)
+    return Export([*lines, f"mlx_lm.server --model {shlex.quote(folder)}"], notes)
