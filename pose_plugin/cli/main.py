@@ -17,6 +17,11 @@ from pose_plugin.utils.log import printable
 
 # Command: (its module in this folder, the function there that adds its options, its line in the help).
 COMMANDS = {
+    "init": (
+        "init",
+        "add_arguments",
+        "write a complete Axolotl YAML for a base, a data set and a number of GPUs, with the reason for each choice",
+    ),
     "plan": (
         "plan",
         "add_arguments",
