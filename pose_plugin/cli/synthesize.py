@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-from pose_plugin.synthesize.settings import JOURNAL, ROWS, Settings, option, parse_settings
+from pose_plugin.synthesize.settings import JOURNAL, RECIPES, ROWS, TRIES, Settings, option, parse_settings
 from pose_plugin.utils.errors import PoSEError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--plan", action="store_true", help="only print how many requests and tokens a run takes and what it costs")
+    add("--recipe", choices=RECIPES, help="take the options of a published recipe, unless they are given: "
+        + "; ".join(f"{name} is {_line(values)}" for name, values in RECIPES.items()))  # fmt: skip
     add("--accept-changes", action="store_true", help="resume a folder that was begun with other settings")
     add("--quiet", action="store_true", help="no progress bar")
     add("inputs", nargs="+", metavar="PATH", help=Settings.model_fields["inputs"].description)
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
             if "default" not in text and field.default is not None and not field.is_required():
                 text += f" (default {field.default})"
             choices = [each for each in get_args(field.annotation) if isinstance(each, str)]
-            add(option(name), required=field.is_required(), choices=choices or None, help=text.replace("%", "%%"))
+            # A recipe may give the window, so pydantic reports it if it is missing.
+            required = field.is_required() and name != "window"
+            add(option(name), required=required, choices=choices or None, help=text.replace("%", "%%"))
     return run
 
 
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if a request was given up, a stop left rows unfinished, or there is no row.
     """
     settings = parse_settings(
-        {name: getattr(args, name) for name in Settings.model_fields if getattr(args, name) is not None}
+        {name: getattr(args, name) for name in Settings.model_fields if getattr(args, name) is not None}, args.recipe
     )
     if settings.output.exists() and not settings.output.is_dir():
         raise PoSEError(f"--output {settings.output} is a file; name a folder")
@@ -86,6 +90,10 @@ def run(args: argparse.Namespace) -> int:
     return _report(result, settings)
 
 
+def _line(values: dict[str, Any]) -> str:
+    return " ".join(f"{option(name)} {value}" for name, value in values.items())
+
+
 def load_tokenizer(name: str) -> Any:
     """Load the training tokenizer, or raise PoSEError."""
     from transformers import AutoTokenizer
@@ -103,8 +111,14 @@ def _report(result: Result, settings: Settings) -> int:
     print(f"rows: {result.rows} in {settings.output / ROWS}")
     for reason, count in sorted(result.dropped.items()):
         print(f"  left out: {count} {reason}")
-    if result.given_up:
-        print(f"  given up: {len(result.given_up)} requests; the same command repeats those without an answer")
+    unusable = sum(TRIES in sentence for sentence in result.given_up)
+    if unusable:
+        more = f"--tries {settings.tries + 3} asks again"
+        print(f"  given up: {unusable} requests with {settings.tries} unusable answers each; {more}")
+    if len(result.given_up) > unusable:
+        print(
+            f"  given up: {len(result.given_up) - unusable} requests without an answer; the same command repeats them"
+        )
     if result.stopped:
         print(f"stopped: {result.stopped}", file=sys.stderr)
         print(f"  {result.unfinished} rows are unfinished; run the same command again to resume", file=sys.stderr)

@@ -14,7 +14,7 @@ from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.answers import UnusableError
 from pose_plugin.synthesize.paid import Answer, Answers, Ledger
 from pose_plugin.synthesize.server import FaultError, RefusedError, Server, StopError
-from pose_plugin.synthesize.settings import Settings
+from pose_plugin.synthesize.settings import TRIES, Settings
 from pose_plugin.utils.journal import digest
 
 Value = TypeVar("Value")
@@ -149,7 +149,7 @@ class Client:
                 if answer.finish == "length":
                     reason += f", cut off at {settings.answer_tokens} tokens (--answer-tokens)"
                 self.counts.unusable[_kind(reason)] += 1
-        raise GivenUpError(f"no usable answer in {attempt} tries (--tries), last: {reason}")
+        raise GivenUpError(f"no usable answer in {attempt} tries {TRIES}, last: {reason}")
 
     async def _fetch(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
         """Get an answer from the server, and store it."""

@@ -166,8 +166,12 @@ def assign(found: Collection, settings: Settings) -> list[Item]:
         items.append(item_of(task, [document]))
     if "compare" in settings.tasks:
         short = sorted(found.short, key=lambda each: _order(each, settings.seed))
-        made = groups(short, settings.group_size, min(settings.request_tokens, settings.longest))
+        least = settings.group_tokens or 0
+        made = groups(short, settings.group_size, min(settings.request_tokens, settings.longest), least)
         items += [item_of("compare", group) for group in made[: settings.tasks["compare"]]]
+        if least:
+            reason = f"short, in no group of {least} tokens (--group-tokens)"
+            found.dropped[reason] = len(short) - sum(map(len, made))
     if not items:
         reasons = "".join(f", {count} {reason}" for reason, count in found.dropped.items())
         raise PoSEError(
@@ -182,8 +186,11 @@ def _order(document: Document, seed: int) -> str:
     return hashlib.sha256(f"{seed} {document.sha256}".encode("ascii")).hexdigest()
 
 
-def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[Document]]:
+def groups(documents: list[Document], size: int, most_tokens: int, least_tokens: int = 0) -> list[list[Document]]:
     """Group documents on one subject: 2 to `size` each, of at most `most_tokens` tokens together, none used twice.
+
+    Related documents alone rarely fill a long row. Up to `least_tokens`, the nearest others follow them, and the reader
+    has to find the related ones among them. A group that stays smaller is left out.
 
     TF-IDF vectors need no model, GPU or request, and texts on one subject share their rarer words. scikit-learn's
     clusterings make groups of any size, but a row has room for a few documents. So each document is grouped, greedily,
@@ -202,13 +209,14 @@ def groups(documents: list[Document], size: int, most_tokens: int) -> list[list[
             similarity = block[seed - start]
             group, tokens = [seed], documents[seed].tokens
             for other in sorted(free - {seed}, key=lambda i: (-similarity[i], i)):
-                if similarity[other] < RELATED or len(group) == size:
+                filled = tokens >= least_tokens or len(group) < 2
+                if (similarity[other] < RELATED and filled) or len(group) == size:
                     break
                 is_copy = (vectors[group] @ vectors[other].T).max() > COPY
                 if not is_copy and tokens + documents[other].tokens <= most_tokens:
                     group.append(other)
                     tokens += documents[other].tokens
-            if len(group) > 1:
+            if len(group) > 1 and tokens >= least_tokens:
                 free -= set(group)
                 found.append([documents[i] for i in group])
     return found

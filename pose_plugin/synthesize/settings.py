@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     HttpUrl,
@@ -19,9 +20,13 @@ from pydantic import (
 
 from pose_plugin.synthesize.clean import without_password
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import LONGEST, length_or_same
 
 # The files that a run writes into its output folder.
 ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
+
+# What the sentence about a request says if the server answered, but never usably.
+TRIES = "(--tries)"
 
 Task = Literal["single", "multi", "compare", "biography"]
 # From the strictest to the most widely supported. llama-cpp-python and some services accept the second.
@@ -29,8 +34,25 @@ Format = Literal["auto", "schema", "object-schema", "object", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 Count = Annotated[int, Field(ge=1)]
+# As on every command line: 4096, 4k.
+Tokens = Annotated[int, BeforeValidator(length_or_same), Field(ge=1, le=LONGEST)]
 Amount = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"\S")]
+
+
+# Options for the rows of a published recipe. Options that are given as well take precedence.
+RECIPES: dict[str, dict[str, Any]] = {
+    # arXiv 2404.19553: every row of 64K to 80K tokens, in a window of 80K.
+    "80k": {
+        "window": 81920,
+        "min_tokens": 65536,
+        "group_tokens": 65536,
+        "request_tokens": 81920,
+        "group_size": 80,
+        "min_short": 1024,
+        "tasks": "single,multi,compare",
+    }
+}
 
 
 class Settings(BaseModel):
@@ -44,7 +66,7 @@ class Settings(BaseModel):
     inputs: tuple[Path, ...] = Field(description="files or folders: .txt, .md, .jsonl, .parquet")
     output: Path = Field(description="folder for rows, journal and manifest; an existing run is resumed")
     tokenizer: Name = Field(description="tokenizer of the model to train; all lengths are in its tokens")
-    window: int = Field(ge=64, description="tokens of a row; longer rows are dropped")
+    window: Tokens = Field(ge=64, description="tokens of a row; longer rows are dropped")
     model: Name = Field(description="name of the model that writes the questions, as the server knows it")
     base_url: str | None = Field(
         None, description="the server's address, up to /v1; default: $OPENAI_BASE_URL, else OpenAI's"
@@ -59,23 +81,30 @@ class Settings(BaseModel):
 
     text_field: str = Field("text", description="field of .jsonl and .parquet rows that holds the text")
     languages: tuple[str, ...] = Field((), description="keep these only, e.g. en,de (ISO 639-1); default: all")
-    min_tokens: Count | None = Field(
+    min_tokens: Tokens | None = Field(
         None, description="shortest long document; default: one chunk, or half of --max-tokens"
     )
-    max_tokens: Count | None = Field(None, description="longest document; default: the window less room for questions")
-    min_short: Count = Field(
+    max_tokens: Tokens | None = Field(None, description="longest document; default: the window less room for questions")
+    min_short: Tokens = Field(
         64, description="shortest document for compare, which takes those shorter than --min-tokens"
     )
     longer: Literal["drop", "split"] = Field("drop", description="what happens to longer documents")
 
     questions: int = Field(10, ge=1, le=100, description="questions per document, all in one conversation")
     characters: int = Field(3, ge=1, le=50, description="biographies per book")
-    group_size: int = Field(4, ge=2, le=50, description="most short documents compared in one row")
-    chunk_tokens: int = Field(4096, ge=16, description="tokens of the passage that a single-detail question is about")
-    request_tokens: int = Field(
+    group_size: int = Field(4, ge=2, le=1000, description="most short documents compared in one row")
+    group_tokens: Tokens | None = Field(
+        None,
+        description="fewest document tokens of a compare row: groups are filled up to it, and smaller ones left out; "
+        "default: any",
+    )
+    chunk_tokens: Tokens = Field(
+        4096, ge=16, description="tokens of the passage that a single-detail question is about"
+    )
+    request_tokens: Tokens = Field(
         32768, ge=32, description="most document tokens in one request; excerpts are sent of longer documents"
     )
-    answer_tokens: int = Field(4096, ge=16, description="most tokens of one answer")
+    answer_tokens: Tokens = Field(4096, ge=16, description="most tokens of one answer")
     check_quotes: bool = Field(True, description="keep questions whose quotes are not in the text")
     temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature of the model that writes")
     seed: int = Field(0, description="chooses documents and passages, and is sent with each request")
@@ -150,6 +179,12 @@ class Settings(BaseModel):
             )
         if self.shortest > self.longest:
             raise ValueError(f"--min-tokens {self.shortest} is above --max-tokens {self.longest}; lower it")
+        most = min(self.request_tokens, self.longest)
+        if "compare" in self.tasks and (self.group_tokens or 0) > most:
+            raise ValueError(
+                f"--group-tokens {self.group_tokens} is above {most}, the most document tokens of a compare row "
+                "(--request-tokens, --max-tokens); lower it, or raise them"
+            )
         if "compare" in self.tasks and self.min_short >= self.shortest:
             raise ValueError(
                 f"--min-short {self.min_short} must be below --min-tokens {self.shortest}: compare takes the documents "
@@ -166,14 +201,17 @@ class Settings(BaseModel):
         return self
 
 
-def parse_settings(values: dict[str, Any]) -> Settings:
+def parse_settings(values: dict[str, Any], recipe: str | None = None) -> Settings:
     """Validate the options of a run.
+
+    Args:
+        recipe: name of RECIPES, for the options that `values` does not hold.
 
     Raises:
         PoSEError: with a sentence for each option that cannot work.
     """
     try:
-        return Settings(**values)
+        return Settings(**{**RECIPES.get(recipe or "", {}), **values})
     except ValidationError as error:
         raise PoSEError("\n".join(map(_sentence, error.errors()))) from None
 
@@ -182,6 +220,8 @@ def _sentence(item: Any) -> str:
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     first, *rest = map(str, item["loc"])
+    if item["type"] == "missing":
+        return f"{option(first)} is missing: {Settings.model_fields[first].description}"
     place = " ".join([option(first), *(part for part in rest if part != "[key]")])
     return f"{place} {item['input']!r}: {item['msg']}; {Settings.model_fields[first].description}"
 

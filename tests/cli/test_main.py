@@ -50,7 +50,7 @@ COMPLAINTS = {
         "--target-length is missing",
     ],
     "plan a.yaml b.yaml --gpus 0": ["'b.yaml' is one argument too many", "--gpus: '0'"],
-    "synthesize": ["PATH is missing", "--output is missing", "--window is missing", "--model is missing"],
+    "synthesize": ["PATH is missing", "--output is missing", "--tokenizer is missing", "--model is missing"],
     "check": ["FOLDER is missing"],
 }
 

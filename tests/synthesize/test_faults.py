@@ -184,7 +184,7 @@ def test_a_request_that_never_succeeds_is_left_out(place, tmp_path, capsys):
             "left out: " in out.err
             and "book0.txt, multi, document: no answer after up to 2 repeats (--retries)" in out.err
         )
-        assert "given up: 1 requests; the same command repeats" in out.out
+        assert "given up: 1 requests without an answer; the same command repeats them" in out.out
         assert len(lines(tmp_path / "train.jsonl")) == 3
         assert manifest(tmp_path)["state"] == "finished"
         # The server works again: only the missing request is sent.
@@ -199,7 +199,9 @@ def test_unusable_answers_are_not_paid_for_again(one_book, tmp_path, capsys):
     with Server(write=lambda prompt: "I would rather not.") as server:
         line = arguments(one_book, tmp_path, server.url, "--tasks", "multi")
         assert main(line) == 1
-        assert "no usable answer in 3 tries (--tries), last: it holds no JSON object" in capsys.readouterr().err
+        out = capsys.readouterr()
+        assert "no usable answer in 3 tries (--tries), last: it holds no JSON object" in out.err
+        assert "given up: 1 requests with 3 unusable answers each; --tries 6 asks again" in out.out
         assert main(line) == 1
         assert len(server.log) == 3
         # Each try adds the reason, and has another seed.

@@ -18,6 +18,7 @@ from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.paid import Answers
 from tests.forked import LIMIT, forked
+from tests.kill import survives
 from tests.synthesize.material import story
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import faulty
@@ -232,3 +233,32 @@ def test_a_stop_keeps_complete_rows(tmp_path):
         # Nothing is sent after the refusal.
         assert len(proxy.log) == 1
     assert sorted(map(str, lines(output / "train.jsonl"))) == sorted(map(str, before))
+
+
+def _result(folder):
+    """Return what a run ends with, without times and counts of the last run."""
+    found = manifest(folder)
+    kept = {name: found[name] for name in ("state", "rows", "tokens", "questions", "left_out", "models", "unfinished")}
+    rows = sorted(row["key"] + str(row["attempt"]) for row in lines(folder / "journal.jsonl"))
+    return kept, rows, lines(folder / "train.jsonl"), lines(folder / "sources.jsonl"), sorted(os.listdir(folder))
+
+
+def test_killed_at_any_moment(place, tmp_path):
+    """Each answer that reached the disk is paid for once; the rows are those of a run that nobody killed."""
+    import pose_plugin.synthesize.run  # noqa: F401 - before the fork
+
+    with Server() as server:
+        stored = Counter()
+
+        def command(folder):
+            return main(arguments(place, folder, server.url, *TASKS))
+
+        def result(folder):
+            for row in lines(folder / "journal.jsonl"):
+                stored[folder.name, row["key"], row["attempt"]] += 1
+            return _result(folder)
+
+        ended = survives(command, tmp_path, result)
+        print(dict(ended), "requests:", len(server.log), "answers on disk:", sum(stored.values()))
+    # No answer was requested again after it was stored.
+    assert set(stored.values()) == {1}
