@@ -48,6 +48,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise PoSEError for what leaves no line to parse, such as an option without its value."""
+        message = re.sub(r"=.*(?= could match )", "", message, flags=re.DOTALL)
+        message = re.sub(r"ignored explicit argument .*", "it takes no value", message, flags=re.DOTALL)
         raise PoSEError("\n".join([*self._complaints, message, f"See {self.prog} --help"]))
 
     # The two functions of argparse that raise for a value. If a version of Python calls others, it stops at the first

@@ -69,17 +69,18 @@ def key_from(settings: Settings) -> str:
         PoSEError: the key cannot be sent, or is missing and the server is not the user's own.
     """
     key = os.environ.get(settings.key_variable, "").strip()
+    # A name of no variable may be the key itself, so it is not shown.
+    named = settings.key_variable in (*os.environ, "OPENAI_API_KEY")
+    variable = f"${settings.key_variable}" if named else "the variable that --key-variable names"
     if not key.isascii() or not key.isprintable():
-        raise PoSEError(
-            f"${settings.key_variable} holds characters that no key has and that cannot be sent; export it again"
-        )
+        raise PoSEError(f"{variable} holds characters that no key has and that cannot be sent; export it again")
     address = os.environ.get("OPENAI_BASE_URL")
     if settings.base_url is None and address:
         check_address("$OPENAI_BASE_URL", address)
     if not key and settings.base_url is None and not address:
         raise PoSEError(
-            f"${settings.key_variable} holds no key: export one, name another variable with --key-variable, or give "
-            "the --base-url of a server that needs none"
+            f"{variable} holds no key: export one, name another variable with --key-variable, or give the --base-url "
+            "of a server that needs none"
         )
     return key or "none"
 

@@ -65,7 +65,13 @@ def test_every_complaint_about_a_line_comes_at_once(line, capsys):
 
 def test_the_value_of_an_unknown_option_is_not_shown(capsys):
     """Somebody may pass a key so."""
-    for line in ("synthesize docs --api-key sk-SECRET", "plan --api-key=sk-SECRET", "check x --key sk-SECRET"):
+    for line in (
+        "synthesize docs --api-key sk-SECRET",
+        "plan --api-key=sk-SECRET",
+        "check x --key sk-SECRET",
+        "synthesize --token=sk-SECRET",
+        "synthesize --quiet=sk-SECRET",
+    ):
         assert main(line.split()) == 2
     assert "SECRET" not in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.paid import Answers
 from tests.forked import LIMIT, forked
-from tests.kill import survives
+from tests.kill import files, survives
 from tests.synthesize.material import story
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import faulty
@@ -240,7 +240,7 @@ def _result(folder):
     found = manifest(folder)
     kept = {name: found[name] for name in ("state", "rows", "tokens", "questions", "left_out", "models", "unfinished")}
     rows = sorted(row["key"] + str(row["attempt"]) for row in lines(folder / "journal.jsonl"))
-    return kept, rows, lines(folder / "train.jsonl"), lines(folder / "sources.jsonl"), sorted(os.listdir(folder))
+    return kept, rows, lines(folder / "train.jsonl"), lines(folder / "sources.jsonl"), list(files(folder))
 
 
 def test_killed_at_any_moment(place, tmp_path):
