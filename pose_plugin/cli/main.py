@@ -42,6 +42,11 @@ COMMANDS = {
         "add_check",
         "reload a saved folder in a clean process and compare it with the model that was trained",
     ),
+    "doctor": (
+        "doctor",
+        "add_arguments",
+        "find out why a folder of any trainer, or a running server, does not use its long window",
+    ),
     "evaluate": (
         "evaluate",
         "add_arguments",

@@ -1,0 +1,220 @@
+"""Read the small files of any model or adapter folder without judging them. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pose_plugin.rope.read import FULL, text_config
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.findings import Finding
+
+CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD = (
+    "config.json",
+    "adapter_config.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "pose.json",
+)
+# A model that is only a name is looked up here; these are all files that the checks read.
+FILES = (CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD)
+REMOVED = object()
+Changes = Mapping[str, Mapping[tuple[str, ...], Any]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding in a folder, and how a repaired copy differs.
+
+    Attributes:
+        cause: a short name, the same for the same cause, e.g. "maximum not raised".
+        finding: key, value, what happens, fix and severity.
+        changes: by file, the new value of each key path; `REMOVED` removes a key. Empty if no change is certain to be
+            right.
+    """
+
+    cause: str
+    finding: Finding
+    changes: Changes = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model or an adapter on disk.
+
+    Attributes:
+        path: its folder.
+        files: the values of each JSON file that is there and holds an object.
+        damaged: what is wrong with each of the other files.
+        base: the folder of the adapter's base, if it is an adapter and the base is on this machine.
+    """
+
+    path: Path
+    files: dict[str, dict[str, Any]]
+    damaged: dict[str, str]
+    base: Folder | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return ADAPTER in self.files or ADAPTER in self.damaged
+
+    @cached_property
+    def nested(self) -> tuple[str, ...]:
+        """The key path of the decoder's config inside config.json: () or ("text_config",)."""
+        config = self.files.get(CONFIG, {})
+        return () if text_config(config) is config else ("text_config",)
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """The decoder's config; {} without a config.json."""
+        return dict(text_config(self.files.get(CONFIG, {})))
+
+    @cached_property
+    def new_form(self) -> dict[str, Any] | None:
+        """rope_parameters of the layers that see far, the form of transformers 5; None if the config has none."""
+        return _far(self.text.get("rope_parameters"))
+
+    @cached_property
+    def old_form(self) -> dict[str, Any] | None:
+        """rope_scaling of the layers that see far, the form of transformers 4; None if the config has none."""
+        return _far(self.text.get("rope_scaling"))
+
+    @cached_property
+    def rope(self) -> dict[str, Any]:
+        """The rope as transformers 5 reads it: rope_scaling comes before rope_parameters."""
+        found = dict(self.old_form or self.new_form or {})
+        found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = self.text.get("rope_theta")
+        original = self.text.get("original_max_position_embeddings")
+        if original is not None and found["rope_type"] in ("llama3", "yarn", "longrope"):
+            found["original_max_position_embeddings"] = original
+        return found
+
+    @property
+    def kind(self) -> str:
+        kind = str(self.rope["rope_type"])
+        return {"su": "longrope"}.get(kind, kind)
+
+    @cached_property
+    def maximum(self) -> int | None:
+        """max_position_embeddings, tokens, if it is a whole number in any spelling."""
+        return whole(self.text.get("max_position_embeddings"))
+
+    @cached_property
+    def factor(self) -> float | None:
+        return number(self.rope.get("factor"))
+
+    @cached_property
+    def original(self) -> int | None:
+        """The window before stretching that the config states, tokens."""
+        return whole(self.rope.get("original_max_position_embeddings"))
+
+    @property
+    def stretched(self) -> bool:
+        """Whether one factor stretches this rope."""
+        return self.kind in ("linear", "yarn") and (self.factor or 0) > 1
+
+    @property
+    def reached(self) -> int | None:
+        """factor × original, tokens, if both are known and the kind's window is that product."""
+        if self.kind != "yarn" or not self.factor or not self.original:
+            return None
+        return round(self.factor * self.original)
+
+    def place(self, *keys: str) -> tuple[str, ...]:
+        """Return the path of a key of the decoder's config inside config.json."""
+        return (*self.nested, *keys)
+
+    def forms(self) -> list[str]:
+        """Return the names of the rope dicts that the config has."""
+        return [
+            name
+            for name, value in (("rope_parameters", self.new_form), ("rope_scaling", self.old_form))
+            if value is not None
+        ]
+
+
+def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
+    """Read a folder, or the cached files of a model on the Hugging Face hub.
+
+    Args:
+        folder: a path, or a hub name whose files are in the local cache. Nothing is downloaded.
+        base: the adapter's base, if adapter_config.json names another place.
+
+    Raises:
+        PoSEError: no such folder, and no such model in the cache.
+    """
+    path = _located(folder)
+    if path is None:
+        raise PoSEError(
+            f"{folder} is neither a folder nor a model in the local Hugging Face cache; give a folder, or download the "
+            f"model's small files first: hf download {folder} --include '*.json'"
+        )
+    files: dict[str, dict[str, Any]] = {}
+    damaged: dict[str, str] = {}
+    for name in FILES:
+        try:
+            values = json.loads((path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            damaged[name] = str(error)
+            continue
+        if isinstance(values, dict):
+            files[name] = values
+        else:
+            damaged[name] = f"holds a {type(values).__name__} instead of an object"
+    found = None
+    name = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
+    if name and (ADAPTER in files):
+        place = _located(str(name), path)
+        found = read_folder(place) if place and place != path else None
+    return Folder(path, files, damaged, found)
+
+
+def _located(name: str | Path, near: Path | None = None) -> Path | None:
+    """Return the folder of a path or of a cached hub name.
+
+    Args:
+        name: the path or the hub name.
+        near: a relative path may start at this folder or above it, as a base does that was named where training ran.
+    """
+    for start in (Path(), *((near.resolve(), *near.resolve().parents) if near else ())):
+        if (start / name).is_dir():
+            return start / name
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(str(name), CONFIG) or try_to_load_from_cache(str(name), ADAPTER)
+    except (ImportError, ValueError):  # not installed, or not a possible name
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _far(values: Any) -> dict[str, Any] | None:
+    """Return the rope dict of the layers that see far; None for anything else than a filled dict."""
+    if not isinstance(values, Mapping) or not values:
+        return None
+    inner = values.get(FULL)
+    return dict(inner) if isinstance(inner, Mapping) else dict(values)
+
+
+def number(value: Any) -> float | None:
+    """Return a value as a number, also if it is written as a string; None if it is not one."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """Return a value as a whole number above 0, also if it is written as 4096.0 or "4096"; None if it is not one."""
+    found = number(value)
+    return int(found) if found is not None and found >= 1 and found == int(found) else None

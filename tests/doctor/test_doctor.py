@@ -1,0 +1,111 @@
+"""`pose-plugin doctor` names the cause of each reported folder, and repairs it where the repair is certain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pose_plugin.cli.main import main
+from pose_plugin.doctor import diagnose, read_folder
+from tests.doctor.broken import BROKEN, LLAMA2, QWEN3, SMALL, yarn
+
+
+def write(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in files.items():
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(params=BROKEN, ids=lambda row: f"{row[1]}-{row[0].split(':')[0]}")
+def case(request, tmp_path):
+    _, cause, files, base, repaired = request.param
+    if base:
+        write(tmp_path / "base", {"config.json": base})
+    return write(tmp_path / "model", files), cause, repaired
+
+
+def test_the_cause_comes_first(case):
+    folder, cause, repaired = case
+    problems = [each for each in diagnose(read_folder(folder)) if each.finding.severity != "info"]
+    assert cause in [each.cause for each in problems]
+    found = next(each for each in problems if each.cause == cause)
+    assert found.finding.fix and bool(found.changes) == (repaired is not None)
+    assert len(problems) <= 3, [each.cause for each in problems]
+
+
+def test_the_repaired_copy_is_free_of_it(case, tmp_path):
+    folder, cause, repaired = case
+    if repaired is None:
+        pytest.skip("no repair is certain")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert main(["doctor", str(folder), "--mend", str(tmp_path / "mended")]) in (1, 2)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    after = read_folder(tmp_path / "mended")
+    assert cause not in [each.cause for each in diagnose(after)]
+    for where, wanted in repaired.items():
+        file, _, path = where.rpartition(":")
+        value = after.files[file or "config.json"]
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        assert value == wanted, where
+
+
+@pytest.mark.parametrize("config", [LLAMA2, SMALL, QWEN3, {**QWEN3, "rope_scaling": None}])
+def test_a_healthy_folder_has_no_problem(config, tmp_path, capsys):
+    assert main(["doctor", str(write(tmp_path / "model", {"config.json": config}))]) == 0
+    assert "no problem found" in capsys.readouterr().out
+
+
+def test_several_folders_as_json(tmp_path, capsys):
+    good = write(tmp_path / "good", {"config.json": SMALL})
+    bad = write(tmp_path / "bad", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    assert main(["doctor", str(good), str(bad), "--json"]) == 1
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["problems"] == [] and second["problems"][0]["cause"] == "maximum not raised"
+    assert second["problems"][0]["mendable"]
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", '{"a": ' * 3000, "\x00"])
+def test_a_damaged_config_is_an_error(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "damaged file" in capsys.readouterr().out
+
+
+def test_weights_are_linked_and_not_read(tmp_path):
+    folder = write(tmp_path / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    (folder / "model.safetensors").write_bytes(b"not a model")
+    assert main(["doctor", str(folder), "--mend", str(tmp_path / "mended")]) == 1
+    assert (tmp_path / "mended" / "model.safetensors").samefile(folder / "model.safetensors")
+    assert not (tmp_path / "mended" / "config.json").samefile(folder / "config.json")
+
+
+def test_it_needs_neither_torch_nor_transformers(tmp_path):
+    folder = write(tmp_path / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"from pose_plugin.cli.main import main\nsys.exit(main(['doctor', {str(folder)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 1 and "maximum not raised" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [([], "name a folder"), (["no/such/model"], "no/such/model"), (["{tmp}", "{tmp}", "--mend", "x"], "--mend x")],
+)
+def test_wrong_input(line, message, tmp_path, capsys):
+    write(tmp_path, {"config.json": SMALL})
+    assert main(["doctor", *(word.format(tmp=tmp_path) for word in line)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_existing_output_is_left_alone(tmp_path, capsys):
+    folder = write(tmp_path / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    (tmp_path / "there").mkdir()
+    assert main(["doctor", str(folder), "--mend", str(tmp_path / "there")]) == 2
+    assert "--mend" in capsys.readouterr().err and not list((tmp_path / "there").iterdir())
