@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tqdm import tqdm
+
 from pose_plugin.doctor import Folder, Problem, diagnose, read_folder
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import parse_lengths
 
 EPILOG = """\
 The folders may come from any trainer. No weights are read and nothing is changed or downloaded.
@@ -17,6 +22,7 @@ exit code: 0 no problem, 1 warnings, 2 errors
 examples:
   pose-plugin doctor outputs/model
   pose-plugin doctor outputs/model --mend outputs/mended
+  pose-plugin doctor --url http://localhost:8000/v1 --like outputs/model
 """
 _CODES = {"info": 0, "warning": 1, "error": 2}
 
@@ -29,6 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--base", help="the adapter's base, if adapter_config.json names another place")
     add("--json", action="store_true", help="print one JSON object per folder instead of text")
     add("--mend", metavar="OUTPUT", help="write a copy of the folder with every certain repair")
+    server = parser.add_argument_group("a running server")
+    add = server.add_argument
+    add("--url", help="an OpenAI-compatible server, up to and with /v1")
+    add("--like", metavar="FOLDER", help="the folder that it serves, with weights: tells an ignored scaling from a "
+        "weak model")  # fmt: skip
+    add("--model", help="the model's name there (default: the only one)")
+    add("--key-variable", metavar="NAME", help="the environment variable that holds the API key")
+    add("--lengths",  help="prompts with a hidden number, in tokens, separated by commas: "
+        "16k,32k (default: half the window and nearly all of it)")  # fmt: skip
+    add("--yes", action="store_true", help="do not ask before requests are sent")
     return run
 
 
@@ -38,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PoSEError: no folder is given, one does not exist, or --mend cannot write.
     """
+    if args.url:
+        return _ask(args)
     if not args.folders:
-        raise PoSEError("name a folder")
+        raise PoSEError("name a folder, or a server with --url")
     if args.mend and len(args.folders) > 1:
         raise PoSEError(
             f"--mend {args.mend} takes one folder, and {len(args.folders)} are given; call it once for each"
@@ -56,6 +74,45 @@ def run(args: argparse.Namespace) -> int:
             for file in write_mended(folder, problems, Path(args.mend)):
                 print(f"wrote {args.mend}/{file}")
     return code
+
+
+def _ask(args: argparse.Namespace) -> int:
+    """Probe a running server."""
+    from pose_plugin.doctor.server import ANSWER, DEPTHS, LENGTHS, Server, compare, judge, needles
+
+    key = os.environ.get(args.key_variable) if args.key_variable else None
+    if args.key_variable and not key:
+        raise PoSEError(f"--key-variable {args.key_variable}: the environment has no such variable; export it first")
+    folder = read_folder(args.like, args.base) if args.like else None
+    server = Server(args.url, args.model, key)
+    window = server.window or (folder.maximum if folder else None)
+    if not args.lengths and not window:
+        raise PoSEError("the server does not state its window; give --lengths, for example --lengths 4k,16k")
+    asked = parse_lengths(args.lengths) if args.lengths else [window // 2, round(window * 0.95) - ANSWER]
+    prompts = len(asked) * len(DEPTHS) + (len(LENGTHS) if folder else 0)
+    total = sum(asked) * len(DEPTHS) + (sum(LENGTHS) if folder else 0)
+    print(f"{server.model} at {args.url}: window {server.window or 'not stated'}")
+    print(f"{prompts} requests, about {total:,} tokens of prompts")
+    if not args.yes and sys.stdin.isatty() and input("send them? [y/N] ").strip().lower() != "y":
+        return 0
+    findings = []
+    if folder:
+        findings = judge(server, folder, compare(server, folder, _text()))
+    missed = 0
+    for needle in tqdm(needles(server, asked), total=len(asked) * len(DEPTHS), desc="needles", disable=None):
+        result = f"refused ({needle.refused})" if needle.refused else "found" if needle.found else "not found"
+        tqdm.write(f"  {needle.tokens or round(needle.words * 1.3):>9,} tokens, depth {needle.depth:.1f}: {result}")
+        missed += not needle.found
+    for finding in findings:
+        print(f"  {finding.severity:<8} {finding}")
+    return max([1 if missed else 0, *(_CODES[finding.severity] for finding in findings)])
+
+
+def _text() -> str:
+    """Return ordinary English that every Python has: a page of its own documentation."""
+    import pydoc_data.topics
+
+    return str(pydoc_data.topics.topics["objects"])
 
 
 def _as_text(folder: Folder, problems: list[Problem]) -> str:

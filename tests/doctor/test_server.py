@@ -1,0 +1,143 @@
+"""`pose-plugin doctor --url`: a server that ignores the scaling is told from one that applies it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+pytest.importorskip("openai")
+
+from pose_plugin import extend_context
+from pose_plugin.cli import doctor
+from pose_plugin.cli.main import main
+from tests.conftest import make_llama, make_tokenizer
+
+# The tokenizer cuts words that begin with its special tokens w0, w1 and w2, so neither prompts nor answers have them.
+WORDS = " ".join(f"w{30 + i * 37 % 70}" for i in range(300))
+
+
+def make_model(scaled: bool):
+    """The random Llama with a window of 64, extended to 512 or not; equal weights."""
+    from transformers import LlamaForCausalLM
+
+    plain = make_llama(head_dim=16)
+    for name, weight in plain.named_parameters():
+        if "self_attn" in name or "lm_head" in name:
+            weight.data *= 20  # a random model hardly looks at positions otherwise
+    if not scaled:
+        return plain
+    model = LlamaForCausalLM(extend_context(plain.config, target_length=512, rope="yarn"))
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a model greedily, with or without log-probabilities, and refuses prompts beyond its window."""
+
+    def __init__(self, model, window=512, logprobs=True):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.window, self.logprobs = model.eval(), window, logprobs
+        self.tokenizer = make_tokenizer()
+        self.requests = []
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        return self
+
+    def __exit__(self, *error):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+    def answer(self, values, status=200):
+        body = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "me", "max_model_len": self.server.window}
+        self.answer({"object": "list", "data": [model]})
+
+    def do_POST(self):
+        import torch
+
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(asked)
+        ids = self.server.tokenizer(asked["prompt"])["input_ids"]
+        if len(ids) + asked["max_tokens"] > self.server.window:
+            return self.answer({"error": {"message": "too long"}}, 400)
+        made, scores = list(ids), []
+        with torch.inference_mode():
+            for _ in range(asked["max_tokens"]):
+                logits = self.server.model(input_ids=torch.tensor([made])).logits[0, -1].log_softmax(-1)
+                made.append(30 + int(logits[30:100].argmax()))
+                scores.append(float(logits[made[-1]]))
+        text = " ".join(f"w{i}" for i in made[len(ids) :])
+        choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
+        if self.server.logprobs and asked.get("logprobs"):
+            choice["logprobs"] = {"token_logprobs": scores, "tokens": text.split(), "top_logprobs": None}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(scores), "total_tokens": len(made)}
+        self.answer(
+            {"id": "1", "object": "text_completion", "created": 0, "model": "tiny", "choices": [choice], "usage": usage}
+        )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make_model(scaled=True).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(doctor, "_text", lambda: WORDS)
+    return tmp_path / "model"
+
+
+def ask(server, *words):
+    return main(["doctor", "--url", server.url, "--lengths", "64", "--yes", *map(str, words)])
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_ignored_scaling_is_found(folder, scaled, logprobs, capsys):
+    with Server(make_model(scaled), logprobs=logprobs) as server:
+        code = ask(server, "--like", folder)
+    shown = capsys.readouterr().out
+    assert ("ignores the scaling" in shown) == (not scaled) and ("applies the scaling" in shown) == scaled
+    assert code == (1 if scaled else 2)  # this model finds no needle
+
+
+def test_the_cost_comes_before_the_requests(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: "n")
+    with Server(make_model(True)) as server:
+        assert main(["doctor", "--url", server.url, "--like", str(folder)]) == 0
+        assert server.requests == []
+    assert "9 requests" in capsys.readouterr().out
+
+
+def test_a_smaller_window_of_the_server_is_a_warning(folder, capsys):
+    with Server(make_model(True), window=300) as server:
+        assert ask(server, "--like", folder) == 1
+    assert "max_model_len=300" in capsys.readouterr().out
+
+
+def test_refused_lengths_are_reported(capsys):
+    with Server(make_model(True), window=40) as server:
+        assert ask(server) == 1
+    assert "refused" in capsys.readouterr().out
+
+
+def test_no_server(capsys):
+    with Server(make_model(False)) as server:
+        pass
+    assert ask(server) == 2
+    assert server.url in capsys.readouterr().err
