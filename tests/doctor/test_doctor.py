@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
 from tests.doctor.broken import BROKEN, LLAMA2, QWEN3, SMALL, yarn
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def write(folder, files):
@@ -109,3 +113,20 @@ def test_an_existing_output_is_left_alone(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     assert main(["doctor", str(folder), "--mend", str(tmp_path / "there")]) == 2
     assert "--mend" in capsys.readouterr().err and not list((tmp_path / "there").iterdir())
+
+
+def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    sources = (ROOT / "pose_plugin" / "doctor" / "checks.py").read_text(encoding="utf-8")
+    causes = set(re.findall(r'_problem\(\s*"([^"]+)"', sources))
+    assert len(causes) > 25
+    named = {cause for cause in causes if cause in page}
+    # What the messages alone explain well enough.
+    rare = {"damaged file", "no config", "factor below 1", "longrope list missing", "longrope list of another length"}
+    assert causes - named == rare | {"dynamic scaling", "new form only", "record and config differ"}
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "outputs" / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    (shown,) = re.findall(r"^```\n(outputs/model:.*?)^```", page, re.M | re.S)
+    for line in re.findall(r"^pose-plugin (doctor outputs.*)$", page, re.M):
+        assert main(line.split()) == 1
+        assert shown in capsys.readouterr().out
