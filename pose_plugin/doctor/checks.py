@@ -26,7 +26,7 @@ from pose_plugin.utils.findings import Finding, Severity
 
 # Kinds that transformers implements, and those that single families' own code reads.
 _KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "su", "llama3", "proportional", "mrope"}
-_KINDS |= {"deepseek_yarn", "telechat3-yarn"}
+_KINDS |= {"deepseek_yarn", "telechat3-yarn", "gptj"}
 _USUAL = "default, linear, dynamic, yarn, longrope or llama3"
 _NEEDS_FACTOR = ("linear", "dynamic", "yarn", "llama3")
 _NEEDS_ORIGINAL = ("yarn", "llama3", "longrope")
