@@ -15,14 +15,14 @@ LAYERS = [
     # The settings know which samplers and kinds of RoPE exist; the rest of rope/ reads the settings.
     {"config"},
     {"rope"},
-    {"attention", "checkpoints", "doctor"},
+    {"attention", "checkpoints"},
     {"collator"},
     {"selftest"},
     {"evaluation", "export", "synthesize"},
     {"training"},
     {"beacon"},
     {"frameworks"},
-    {"plan"},
+    {"doctor", "plan"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

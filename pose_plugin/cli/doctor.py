@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pose_plugin.doctor import Folder, Problem, diagnose, read_folder
+from pose_plugin.doctor.engines import readings
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import parse_lengths
 
@@ -31,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("folders", nargs="*", metavar="FOLDER", help="a model or adapter folder, or a hub name in the local cache")
+    add(
+        "folders",
+        nargs="*",
+        default=[],
+        metavar="FOLDER",
+        help="a model or adapter folder, or a hub name in the local cache",
+    )
     add("--base", help="the adapter's base, if adapter_config.json names another place")
     add("--json", action="store_true", help="print one JSON object per folder instead of text")
     add("--mend", metavar="OUTPUT", help="write a copy of the folder with every certain repair")
@@ -121,6 +128,11 @@ def _as_text(folder: Folder, problems: list[Problem]) -> str:
         lines.append(f"  {problem.finding.severity:<8} {problem.cause}: {problem.finding}")
     if not problems:
         lines.append("  no problem found")
+    rows = readings(folder)
+    if rows:
+        width = max(len(row.engine) for row in rows)
+        lines.append("  what engines take:")
+        lines += [f"    {row.engine:<{width}}  {row.window or '–':>9}  {row.rope}" for row in rows]
     return "\n".join(lines)
 
 
@@ -139,4 +151,5 @@ def _as_dict(folder: Folder, problems: list[Problem]) -> dict[str, object]:
             }
             for problem in problems
         ],
+        "engines": [vars(row) for row in readings(folder)],
     }

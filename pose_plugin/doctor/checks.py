@@ -269,7 +269,7 @@ def maximum_not_raised(folder: Folder) -> Iterator[Problem]:
             "max_position_embeddings",
             folder.maximum,
             f"the frequencies are stretched to {folder.factor:g} × {folder.original} = {reached}, but engines cut or "
-            f"refuse texts beyond {folder.maximum} (vLLM from 0.33 on, SGLang, llama.cpp, TGI)",
+            f"refuse texts beyond {folder.maximum} (vLLM from 0.30 on, SGLang, llama.cpp, TGI)",
             f"Write {reached}",
             "warning",
             {CONFIG: {folder.place("max_position_embeddings"): reached}},
@@ -371,10 +371,7 @@ def longrope_lists(folder: Folder) -> Iterator[Problem]:
     if folder.kind != "longrope":
         return
     name = folder.forms()[-1]
-    heads, hidden = whole(folder.text.get("num_attention_heads")), whole(folder.text.get("hidden_size"))
-    width = whole(folder.text.get("head_dim")) or (hidden // heads if heads and hidden else None)
-    share = number(folder.rope.get("partial_rotary_factor") or folder.text.get("partial_rotary_factor")) or 1.0
-    pairs = int(width * share) // 2 if width else None
+    pairs = folder.rotary_dim // 2 if folder.rotary_dim else None
     for key in ("short_factor", "long_factor"):
         values = folder.rope.get(key)
         if not isinstance(values, list):

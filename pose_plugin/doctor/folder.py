@@ -126,6 +126,14 @@ class Folder:
             return None
         return round(self.factor * self.original)
 
+    @property
+    def rotary_dim(self) -> int | None:
+        """The rotated dimensions of a head, if the config states what is needed."""
+        heads, hidden = whole(self.text.get("num_attention_heads")), whole(self.text.get("hidden_size"))
+        width = whole(self.text.get("head_dim")) or (hidden // heads if heads and hidden else None)
+        share = number(self.rope.get("partial_rotary_factor") or self.text.get("partial_rotary_factor")) or 1.0
+        return int(width * share) // 2 * 2 if width else None
+
     def place(self, *keys: str) -> tuple[str, ...]:
         """Return the path of a key of the decoder's config inside config.json."""
         return (*self.nested, *keys)

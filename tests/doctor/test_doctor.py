@@ -12,9 +12,12 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
-from tests.doctor.broken import BROKEN, LLAMA2, QWEN3, SMALL, yarn
+from pose_plugin.doctor.engines import readings
+from tests.doctor.broken import BROKEN, LLAMA2, QWEN3, SMALL, new, yarn
 
 ROOT = Path(__file__).parent.parent.parent
+CONFIGS = ROOT / "tests" / "data" / "published_configs" / "models.jsonl"
+MODELS = [json.loads(line) for line in CONFIGS.read_text(encoding="utf-8").splitlines()]
 
 
 def write(folder, files):
@@ -130,3 +133,20 @@ def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypa
     for line in re.findall(r"^pose-plugin (doctor outputs.*)$", page, re.M):
         assert main(line.split()) == 1
         assert shown in capsys.readouterr().out
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model"])
+def test_published_configs_raise_no_alarm(model, tmp_path):
+    folder = read_folder(write(tmp_path, {"config.json": model["config"]}))
+    assert [str(each.finding) for each in diagnose(folder) if each.finding.severity != "info"] == []
+    readings(folder)
+
+
+def test_engines_that_read_another_rope_are_shown(tmp_path, capsys):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 1e5}
+    folder = write(tmp_path / "model", {"config.json": new(SMALL, rope, max_position_embeddings=32768)})
+    assert main(["doctor", str(folder)]) == 0
+    lines = {line[4:24].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert "differs" not in lines["transformers ≥ 5"] and "32768" in lines["transformers ≥ 5"]
+    assert "differs" in lines["transformers 4"], "it does not see rope_parameters"

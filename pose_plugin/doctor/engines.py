@@ -1,0 +1,68 @@
+"""What each inference engine takes from a folder: its window, and how its frequencies differ from transformers'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.doctor.folder import Folder
+from pose_plugin.export.engines import RULES, taken
+from pose_plugin.utils.errors import PoSEError
+
+# Relative differences below this are rounding.
+_SAME = 1e-4
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One engine's reading of a folder.
+
+    Attributes:
+        engine: its name and versions.
+        window: tokens that it takes by itself; None if it stops with an error.
+        rope: its rope in words, and how it differs from the first engine's.
+    """
+
+    engine: str
+    window: int | None
+    rope: str
+
+
+def readings(folder: Folder) -> list[Reading]:
+    """Return what each engine takes from a full model's folder, transformers first; [] if its config cannot be read."""
+    saved = Saved(folder.path)
+    dim = folder.rotary_dim
+    try:
+        if folder.is_adapter or dim is None or not saved.maximum:
+            return []
+    except PoSEError:
+        return []
+    rows: list[Reading] = []
+    first: tuple[np.ndarray, float] | None = None
+    for rule in RULES:
+        name = f"{rule.engine} {rule.versions}"
+        try:
+            found = taken(rule, saved)
+            frequencies, scale = found.frequencies(dim, saved.maximum)
+        except (PoSEError, KeyError, TypeError, ValueError) as error:
+            # The reason of a missing or wrong key is among the problems.
+            rows.append(
+                Reading(name, None, f"stops: {error}" if isinstance(error, PoSEError) else "stops at this rope")
+            )
+            continue
+        first = first or (frequencies, scale)
+        rows.append(Reading(name, found.default, _compared(found.rope["rope_type"], (frequencies, scale), first)))
+    return rows
+
+
+def _compared(kind: str, mine: tuple[np.ndarray, float], first: tuple[np.ndarray, float]) -> str:
+    ratio = float(mine[0][-1] / first[0][-1])
+    if np.allclose(mine[0], first[0], rtol=_SAME) and abs(mine[1] - first[1]) < _SAME:
+        return f"{kind}"
+    if abs(ratio - 1) > _SAME:
+        return f"{kind}, differs: the slowest pair turns {ratio:.3g} times as fast"
+    if not np.allclose(mine[0], first[0], rtol=_SAME):
+        return f"{kind}, differs: pairs in the middle turn at another speed"
+    return f"{kind}, differs: cos and sin are scaled by {mine[1]:.4g} instead of {first[1]:.4g}"
