@@ -93,9 +93,12 @@ def _ask(args: argparse.Namespace) -> int:
     folder = read_folder(args.like, args.base) if args.like else None
     server = Server(args.url, args.model, key)
     window = server.window or (folder.maximum if folder else None)
-    if not args.lengths and not window:
+    if args.lengths:
+        asked = parse_lengths(args.lengths)
+    elif window:
+        asked = [window // 2, round(window * 0.95) - ANSWER]
+    else:
         raise PoSEError("the server does not state its window; give --lengths, for example --lengths 4k,16k")
-    asked = parse_lengths(args.lengths) if args.lengths else [window // 2, round(window * 0.95) - ANSWER]
     prompts = len(asked) * len(DEPTHS) + (len(LENGTHS) if folder else 0)
     total = sum(asked) * len(DEPTHS) + (sum(LENGTHS) if folder else 0)
     print(f"{server.model} at {args.url}: window {server.window or 'not stated'}")

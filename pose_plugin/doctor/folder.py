@@ -177,12 +177,12 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
             files[name] = values
         else:
             damaged[name] = f"holds a {type(values).__name__} instead of an object"
-    found = None
-    name = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
-    if name and (ADAPTER in files):
-        place = _located(str(name), path)
-        found = read_folder(place) if place and place != path else None
-    return Folder(path, files, damaged, found)
+    above = None
+    named = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
+    if named and ADAPTER in files:
+        place = _located(str(named), path)
+        above = read_folder(place) if place and place != path else None
+    return Folder(path, files, damaged, above)
 
 
 def _located(name: str | Path, near: Path | None = None) -> Path | None:

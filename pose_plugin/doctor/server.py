@@ -198,7 +198,7 @@ def compare(server: Server, folder: Folder, text: str, lengths: tuple[int, ...] 
     answers = []
     for length in lengths:
         prompt = ids[:length]
-        answers.append(server.continued(prompt, tokenizer.decode(prompt, skip_special_tokens=True)))
+        answers.append(server.continued(prompt, str(tokenizer.decode(prompt, skip_special_tokens=True))))
     model = load_extended(folder.path)
     scaled = [_score(model, tokenizer, answer) for answer in answers]
     _unscale(model)
