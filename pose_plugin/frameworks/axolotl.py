@@ -24,6 +24,7 @@ from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.training.binding import bind
 from pose_plugin.training.checks import refuse_settings, require_undivided
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
+from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log, show_log
 
 _BARE = "pose_plugin"
@@ -252,8 +253,7 @@ def _override_rope(cfg: Any, settings: PoSESettings) -> None:
     log.info("rope after:  %s", plan.after)
     for note in plan.notes:
         log.info("rope: %s", note)
-    for warning in plan.warnings:
-        log.warning("rope: %s", warning)
+    report(plan.findings, "rope: ")
     ours = rope_overrides(base, settings.target_length, settings.rope)
     cfg["overrides_of_model_config"] = merge_overrides(ours, _plain(cfg.get("overrides_of_model_config")))
 
