@@ -72,6 +72,25 @@ def skeleton(config: Any) -> Any:
             return AutoModelForImageTextToText.from_config(config)
 
 
+def builds_text_alone(config: Any) -> bool:
+    """Return whether AutoModelForCausalLM builds one class from a multimodal config and from its text part.
+
+    Then a checkpoint with images loads into the text model (Qwen3.5). Other families (Gemma 3) build the whole model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = [str(lookup(each, "model_type")) for each in (config, text_config(config))]
+    one, other = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) for name in names)
+    return one is not None and one == other
+
+
+def is_causal_model(text: Any) -> bool:
+    """Return whether transformers, or a class that was registered with it, builds a causal model from a config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return lookup(text, "model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
 def rotary_buffers(model: Any, text: Any, tables: bool = False, nested: bool = False) -> Iterator[RotaryBuffer]:
     """Yield each buffer of inverse frequencies of a model's decoder.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pose_plugin.rope.kinds import CLOSED_FORMS, SHAPES, Frequencies, inverse_frequencies, normalise, plain_frequencies
-from pose_plugin.rope.live import LiveRope, keys_read, live_rope
+from pose_plugin.rope.live import LiveRope, is_causal_model, keys_read, live_rope
 from pose_plugin.rope.reach import LayerKind, reach
 from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
@@ -192,7 +192,7 @@ def _refuse_unrotated(
     whole: Any, text: Any, model_type: str, parameters: dict[str, Any], live: Mapping[Any, Any] | None
 ) -> None:
     axes = any(str(key).startswith("mrope") for key in (*parameters, parameters.get("rope_type")))
-    if (axes or text is not whole or model_type.endswith("_text")) and not _is_causal_model(text, model_type):
+    if (axes or text is not whole or model_type.endswith("_text")) and not is_causal_model(text):
         raise PoSEError(
             f"model type {model_type!r} has no text model that can be trained alone: its tokens get three positions "
             "(mrope: time, height, width) from the class with images, and PoSE sets one. Use the text-only model of "
@@ -207,13 +207,6 @@ def _refuse_unrotated(
             f"model type {model_type!r} has no RoPE ({reason}), so there are no frequencies to stretch. Choose a RoPE "
             "model such as Llama, Qwen, Mistral or Gemma"
         )
-
-
-def _is_causal_model(text: Any, model_type: str) -> bool:
-    """Return whether transformers, or a class that was registered with it, builds a causal model from a config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _as_built(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, Ministral3Config
 
-from pose_plugin.rope import extend_context, kinds, plan_rope, rope_findings, verify_rope
+from pose_plugin.rope import extend_context, plan_rope, rope_findings, verify_rope
 from pose_plugin.rope.live import live_rope
 from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import PoSEError
