@@ -108,7 +108,7 @@ FAMILIES = {
         "llama3",
     ),
     "nanochat": (lambda: t.CONFIG_MAPPING["nanochat"](**SMALL), "yarn"),
-    "ministral": (lambda: t.CONFIG_MAPPING["ministral"](**SMALL, sliding_window=None), "yarn"),
+    "ministral": (lambda: t.CONFIG_MAPPING["ministral"](**SMALL, layer_types=["full_attention"] * 2), "yarn"),
     "llama4_text": (
         lambda: t.CONFIG_MAPPING["llama4_text"](
             **FOUR, head_dim=32, intermediate_size_mlp=64, num_local_experts=2, num_experts_per_tok=1
@@ -148,9 +148,11 @@ REFUSED = {
 }
 
 
-# transformers builds the masks of these families without positions, so ordinary packed rows mix too, unless
-# FlashAttention runs. The self-test stops such a run.
-MIXES = ("gpt_oss", "falcon")
+# Ordinary packed rows of these families mix too: transformers builds the masks of the first two without positions,
+# unless FlashAttention runs, and the linear layers of the others carry their state from document to document, unless
+# their kernels get the borders. The self-test stops such a run.
+LINEAR_LAYERS = ("lfm2", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+MIXES = ("falcon", "gpt_oss", *LINEAR_LAYERS)
 
 
 def tells_documents_apart(model):
