@@ -1,6 +1,6 @@
 """Checks, on the model, collator and attention function that are about to train, that training can work.
 
-Four short forwards look for three silent failures:
+Four or five short forwards look for three silent failures:
 1. Chunks are cut apart: tokens after a jump do not depend on the tokens before it.
 2. Packed documents are mixed: a document depends on its neighbour.
 3. Positions are ignored, or one row's positions are used for another: logits do not follow the row's own positions.
@@ -41,7 +41,8 @@ class SelfTestReport:
     Attributes:
         same_chunk: within chunk 1, when tokens of chunk 1 change.
         after_jump: in chunk 2, when tokens of chunk 1 change. 0 means that chunks are cut apart.
-        neighbour: in the other documents of the row, when chunk 1 changes; 0 if rows are not packed.
+        neighbour: in the other documents of the row, when chunk 1 or the document's end changes; 0 if rows are not
+            packed.
         own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored; None means that the
             target leaves no room for another skip.
         other_row: in the other row, when this row's skip changes.
@@ -83,7 +84,8 @@ class SelfTestReport:
         if self.neighbour > leak:
             found.append(
                 f"packed documents see each other (change of logits {self.neighbour:.3g}). Turn packing off "
-                "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention with a batch size of 1"
+                "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention with a batch size of 1 "
+                "and, for linear-attention layers, flash-linear-attention"
             )
         # If chunks are cut apart, a new skip changes no distance that counts, so this question has no answer. If rows
         # share positions, one row moves both rows or none.
@@ -146,7 +148,9 @@ def self_test(
         changed = logits(change_tokens=True)
         moved = logits(move_row=0)
         other = logits(move_row=rows - 1) if rows > 1 else plain
-    report = probe.report(plain, changed, moved, other)
+        # Recurrent layers forget, so a leak only shows right behind what was changed.
+        ended = logits(change_end=True) if packing else plain
+    report = probe.report(plain, changed, moved, other, ended)
     problems = all_problems(report.problems())
     if problems:
         raise SelfTestError(
@@ -194,19 +198,22 @@ class _Probe:
         self.document = documents // 2
         self.span = (low, vocabulary)
 
-    def batch(self, change_tokens: bool = False, move_row: int | None = None) -> dict[str, Any]:
+    def batch(
+        self, change_tokens: bool = False, move_row: int | None = None, change_end: bool = False
+    ) -> dict[str, Any]:
         """Return the batch, with one change.
 
         Args:
             change_tokens: change the tokens of chunk 1 of the tested document in the first row.
             move_row: give chunk 2 of this row's tested document another skip.
+            change_end: change the last tokens of the tested document in the first row.
         """
         tokens = [[document.copy() for document in row] for row in self.tokens]
-        if change_tokens:
+        if change_tokens or change_end:
             low, vocabulary = self.span
-            first = tokens[0][self.document]
+            first = tokens[0][self.document][1 : self.jump] if change_tokens else tokens[0][self.document][-2:]
             # The next id, and the first one after the last: always another id.
-            first[1 : self.jump] = low + (first[1 : self.jump] - low + 1) % (vocabulary - low)
+            first[:] = low + (first - low + 1) % (vocabulary - low)
         features = [[_feature(document) for document in row] for row in tokens]
         batch = self.collator.assemble(self._packed(features), lambda documents: self._windows(documents, move_row))
         batch.pop("labels", None)
@@ -253,7 +260,12 @@ class _Probe:
         return starts
 
     def report(
-        self, plain: torch.Tensor, changed: torch.Tensor, moved: torch.Tensor, other: torch.Tensor
+        self,
+        plain: torch.Tensor,
+        changed: torch.Tensor,
+        moved: torch.Tensor,
+        other: torch.Tensor,
+        ended: torch.Tensor,
     ) -> SelfTestReport:
         """Compare logits, each of shape (batch, length, vocabulary).
 
@@ -262,6 +274,7 @@ class _Probe:
             changed: with other tokens in chunk 1 of the first row.
             moved: with another skip in the first row.
             other: with another skip in the last row.
+            ended: with other tokens at the end of the tested document in the first row.
         """
         flat = plain.shape[0] == 1 and self.rows > 1
         starts = self._starts(flat)
@@ -276,7 +289,8 @@ class _Probe:
         size = self.sizes[0][self.document]
         middle = begin + self.jump
         before = effect(changed, 0, 0, begin) if begin else 0.0
-        after = effect(changed, 0, begin + size, sum(self.sizes[0]))
+        rest = begin + size, sum(self.sizes[0])
+        after = max(effect(changed, 0, *rest), effect(ended, 0, *rest))
         last = self.rows - 1
         last_begin = sum(self.sizes[last][: self.document])
         last_end = last_begin + self.sizes[last][self.document]

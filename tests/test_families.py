@@ -26,6 +26,12 @@ TARGET = 8 * WINDOW
 ROUNDING = 1e-5
 ALL_HEADS = {**SMALL, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+# Families that mix attention with linear layers, as published: three of four layers.
+FOUR = {**SMALL, "num_hidden_layers": 4}
+LINEAR = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+LINEAR |= {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+QWEN35 = {**FOUR, **LINEAR, "head_dim": 32, "rope_parameters": MROPE | {"mrope_section": [3, 3, 2]}}
 GPTJ = {"vocab_size": 48, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": WINDOW, "rotary_dim": 16}
 
 # family: (config, rope)
@@ -43,6 +49,78 @@ FAMILIES = {
     "cohere": (lambda: t.CohereConfig(**SMALL), "linear"),
     "stablelm": (lambda: t.StableLmConfig(**SMALL), "linear"),
     "glm4": (lambda: t.Glm4Config(**SMALL, head_dim=32), "linear"),
+    "qwen3_5_text": (lambda: t.CONFIG_MAPPING["qwen3_5_text"](**QWEN35), "yarn"),
+    "qwen3_5": (lambda: t.CONFIG_MAPPING["qwen3_5"](text_config=dict(QWEN35)), "yarn"),
+    "qwen3_5_moe_text": (
+        lambda: t.CONFIG_MAPPING["qwen3_5_moe_text"](**QWEN35, **EXPERTS, shared_expert_intermediate_size=32),
+        "yarn",
+    ),
+    "qwen3_next": (
+        lambda: t.CONFIG_MAPPING["qwen3_next"](
+            **FOUR, **LINEAR, **EXPERTS, head_dim=32, shared_expert_intermediate_size=32
+        ),
+        "yarn",
+    ),
+    "ministral3": (
+        lambda: t.CONFIG_MAPPING["ministral3"](
+            **SMALL,
+            sliding_window=None,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        "yarn",
+    ),
+    "hunyuan_v1_dense": (
+        lambda: t.CONFIG_MAPPING["hunyuan_v1_dense"](
+            **SMALL, head_dim=32, rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+        ),
+        "yarn",
+    ),
+    "glm4_moe": (
+        lambda: t.CONFIG_MAPPING["glm4_moe"](
+            **SMALL,
+            head_dim=32,
+            n_routed_experts=2,
+            num_experts_per_tok=1,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=16,
+        ),
+        "yarn",
+    ),
+    "lfm2": (
+        lambda: t.CONFIG_MAPPING["lfm2"](
+            **FOUR, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
+        ),
+        "yarn",
+    ),
+    "ernie4_5": (lambda: t.CONFIG_MAPPING["ernie4_5"](**SMALL), "yarn"),
+    "seed_oss": (lambda: t.CONFIG_MAPPING["seed_oss"](**SMALL, head_dim=32), "yarn"),
+    "exaone4": (
+        lambda: t.CONFIG_MAPPING["exaone4"](**SMALL, sliding_window=None, layer_types=["full_attention"] * 2),
+        "llama3",
+    ),
+    "nanochat": (lambda: t.CONFIG_MAPPING["nanochat"](**SMALL), "yarn"),
+    "ministral": (lambda: t.CONFIG_MAPPING["ministral"](**SMALL, layer_types=["full_attention"] * 2), "yarn"),
+    "llama4_text": (
+        lambda: t.CONFIG_MAPPING["llama4_text"](
+            **FOUR, head_dim=32, intermediate_size_mlp=64, num_local_experts=2, num_experts_per_tok=1
+        ),
+        "yarn",
+    ),
+    "arcee": (lambda: t.CONFIG_MAPPING["arcee"](**SMALL), "yarn"),
+    "nemotron": (lambda: t.CONFIG_MAPPING["nemotron"](**SMALL), "linear"),
+    "minimax_m2": (
+        lambda: t.CONFIG_MAPPING["minimax_m2"](**SMALL, head_dim=32, num_local_experts=2, num_experts_per_tok=1),
+        "yarn",
+    ),
     "falcon": (
         lambda: t.FalconConfig(
             vocab_size=48,
@@ -64,15 +142,17 @@ REFUSED = {
     "mpt": (lambda: t.MptConfig(vocab_size=48, d_model=64), "'mpt' has no RoPE"),
     "falcon with ALiBi": (lambda: t.FalconConfig(vocab_size=48, alibi=True), "'falcon' has no RoPE"),
     "mamba": (lambda: t.MambaConfig(vocab_size=48), "'mamba' has no RoPE"),
-    "qwen2_vl": (lambda: t.Qwen2VLConfig(), "'qwen2_vl_text' gives each token three positions"),
-    "qwen3_vl": (lambda: t.Qwen3VLConfig(), "'qwen3_vl_text' gives each token three positions"),
+    "qwen2_vl": (lambda: t.Qwen2VLConfig(), "'qwen2_vl_text' has no text model that can be trained alone"),
+    "qwen3_vl": (lambda: t.Qwen3VLConfig(), "'qwen3_vl_text' has no text model that can be trained alone"),
     "gptj": (lambda: t.GPTJConfig(**GPTJ), "'gptj' computes its rotary table with base 10000"),
 }
 
 
-# transformers builds the masks of these families without positions, so ordinary packed rows mix too, unless
-# FlashAttention runs. The self-test stops such a run.
-MIXES = ("gpt_oss", "falcon")
+# Ordinary packed rows of these families mix too: transformers builds the masks of the first two without positions,
+# unless FlashAttention runs, and the linear layers of the others carry their state from document to document, unless
+# their kernels get the borders. The self-test stops such a run.
+LINEAR_LAYERS = ("lfm2", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+MIXES = ("falcon", "gpt_oss", *LINEAR_LAYERS)
 
 
 def tells_documents_apart(model):

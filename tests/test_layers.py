@@ -11,6 +11,8 @@ LAYERS = [
     {"_version", "utils"},
     {"positions", "rope.kinds"},
     {"rope.read", "rope.theory"},
+    {"rope.live", "rope.reach"},
+    {"rope.source"},
     {"rope.stretch"},
     # The settings know which samplers and kinds of RoPE exist; the rest of rope/ reads the settings.
     {"config"},

@@ -21,9 +21,12 @@ from pose_plugin.evaluation.settings import checked
 from pose_plugin.frameworks import axolotl_beacon as beacon
 from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
+from pose_plugin.rope.live import builds_text_alone
+from pose_plugin.rope.read import text_config
 from pose_plugin.training.binding import bind
 from pose_plugin.training.checks import refuse_settings, require_undivided
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
+from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log, show_log
 
 _BARE = "pose_plugin"
@@ -247,13 +250,18 @@ def _warn_of_likely_mistakes(cfg: Any, settings: PoSESettings) -> None:
 def _override_rope(cfg: Any, settings: PoSESettings) -> None:
     """Put the RoPE of the `pose:` block into `overrides_of_model_config`, from which Axolotl builds each config."""
     base = _base_config(cfg)
+    text = text_config(base)
+    if text is not base and builds_text_alone(base):
+        # Overrides are set on the whole config, which does not pass them on. With this key Axolotl reads the text part
+        # only, from which the same class is built.
+        cfg["cls_model_config"] = type(text).__name__
+        base = text
     plan = plan_rope(base, settings.target_length, settings.rope)
     log.info("rope before: %s", plan.before)
     log.info("rope after:  %s", plan.after)
     for note in plan.notes:
         log.info("rope: %s", note)
-    for warning in plan.warnings:
-        log.warning("rope: %s", warning)
+    report(plan.findings, "rope: ")
     ours = rope_overrides(base, settings.target_length, settings.rope)
     cfg["overrides_of_model_config"] = merge_overrides(ours, _plain(cfg.get("overrides_of_model_config")))
 

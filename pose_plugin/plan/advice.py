@@ -6,7 +6,7 @@ import numpy as np
 
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
-from pose_plugin.rope.read import read_rope
+from pose_plugin.rope.source import read_rope
 
 # A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
 FEW_ROWS = 100
@@ -19,7 +19,8 @@ LOST_BEYOND = 512
 def warnings_of(plan: Plan) -> list[str]:
     """Return all warnings, in the order in which they are printed."""
     inputs, settings = plan.inputs, plan.inputs.settings
-    warnings = [*inputs.warnings, *(plan.rope.warnings if plan.rope else ())]
+    findings = plan.rope.findings if plan.rope else ()
+    warnings = [*inputs.warnings, *(str(each) for each in findings if each.severity != "info")]
     if inputs.steps is None and (settings or inputs.beacon):
         warnings.append("the number of steps is not known here: give --steps, or --rows of the data set")
     warnings += _about_beacons(plan) if inputs.beacon else _about_coverage(plan)

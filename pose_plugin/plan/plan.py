@@ -89,6 +89,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "rope": None if rope is None else {
             "before": rope.before, "after": rope.after, "type": rope.type, "original_length": rope.original_length,
             "factor": rope.factor, "notes": list(rope.notes), "parameters": rope.rope_parameters,
+            "findings": [each.__dict__ for each in rope.findings],
+            "layers": [each.__dict__ for each in rope.reach],
         },
         "method": inputs.run.method,
         "gpus": inputs.run.gpus,

@@ -10,6 +10,7 @@ import numpy as np
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
+from pose_plugin.rope.plan import RopePlan
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
 
@@ -38,7 +39,9 @@ def text(plan: Plan) -> str:
         parts.append(f"Window     trained: {plan.window} tokens, wanted: {plan.target} ({_sampler(plan)})")
     if plan.rope is not None:
         parts.append(f"RoPE       before: {plan.rope.before}\n           after:  {plan.rope.after}")
-        parts += [f"           {note}" for note in plan.rope.notes]
+        facts = [str(each) for each in plan.rope.findings if each.severity == "info"]
+        parts += [f"           {note}" for note in (*plan.rope.notes, *facts)]
+        parts.append(_layers(plan.rope))
     parts.append(_steps(plan))
     parts.append("\n" + _memory(plan))
     if plan.buckets:
@@ -46,6 +49,18 @@ def text(plan: Plan) -> str:
     parts += [f"\nNote: {note}" for note in plan.inputs.notes]
     parts += [f"\nWarning: {warning}" for warning in plan.warnings]
     return "\n".join(parts)
+
+
+def _layers(rope: RopePlan) -> str:
+    """Return the reach table: what each kind of layers sees, and what the extension changes there."""
+    rows = [
+        (f"{each.layers} × {each.name}", each.frequencies or "none", each.span, each.change(rope.original_length))
+        for each in rope.reach
+    ]
+    table = [("layers", "rope", "sees", "what an extension changes"), *rows]
+    widths = [max(map(len, column)) for column in list(zip(*table, strict=True))[:-1]]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in table]
+    return "\n".join(f"{'Layers' if i == 0 else '':<10} {line}" for i, line in enumerate(lines))
 
 
 def _beacons(beacon: BeaconPlan) -> str:

@@ -15,6 +15,7 @@ from pose_plugin.rope.kinds import normalise
 from pose_plugin.rope.plan import RopePlan, plan_rope
 from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, text_config
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.findings import report
 
 _GPT_NEOX = ("gpt_neox", "gpt_neox_japanese")
 # Nested models that the transformers 4 form can express: the old key of the sliding layers' base.
@@ -29,6 +30,8 @@ def extend_context(
     **rope_settings: Any,
 ) -> Any:
     """Return a copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
+
+    What the base or the extension does unexpectedly is logged, see `rope_findings`.
 
     Args:
         config: a transformers config, or the dict of a config.json (then a dict comes back). Not modified.
@@ -51,7 +54,9 @@ def extend_context(
         if twice:
             raise PoSEError(f"rope.{twice[0]} is given both in rope and as a keyword; keep one of them")
         rope = settings | rope_settings
-    return apply_plan(config, plan_rope(config, target_length, rope))
+    plan = plan_rope(config, target_length, rope)
+    report(plan.findings, "rope: ")
+    return apply_plan(config, plan)
 
 
 def apply_plan(config: Any, plan: RopePlan) -> Any:
@@ -161,9 +166,11 @@ def legacy_copies(parameters: Mapping[str, Any], model_type: str) -> dict[str, A
 
 def _flat_copies(parameters: Mapping[str, Any]) -> dict[str, Any]:
     kind = parameters["rope_type"]
+    # A plain rope has keys too in multimodal families (mrope_section).
+    plain = kind == "default" and not parameters.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}
     copies: dict[str, Any] = {
         "rope_theta": parameters["rope_theta"],
-        "rope_scaling": None if kind == "default" else copy.deepcopy(dict(parameters)),
+        "rope_scaling": None if plain else copy.deepcopy(dict(parameters)),
     }
     if "partial_rotary_factor" in parameters:
         copies["partial_rotary_factor"] = parameters["partial_rotary_factor"]

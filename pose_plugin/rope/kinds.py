@@ -22,6 +22,14 @@ Parameters = Mapping[str, Any]
 
 # Old names, still found in checkpoints.
 _ALIASES = {"su": "longrope"}
+# The keys of a rope dict that describe a stretch. A new stretch replaces them; every other key stays.
+SHAPES = frozenset(
+    {
+        *("rope_type", "rope_theta", "factor", "alpha", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
+        *("short_factor", "long_factor", "short_mscale", "long_mscale"),
+    }
+)
 
 
 def plain_frequencies(base: float, dim: int) -> Frequencies:
@@ -191,6 +199,9 @@ def _proportional(values: Parameters, dim: int, maximum: int | None, length: int
 
 
 def _dynamic(values: Parameters, dim: int, maximum: int | None, length: int | None) -> tuple[Frequencies, float]:
+    if values.get("alpha"):
+        # Hunyuan: in spite of the name, one fixed base at every length.
+        return plain_frequencies(ntk_base(values["rope_theta"], float(values["alpha"]), dim), dim), 1.0
     if maximum is None:
         raise KeyError("max_position_embeddings")
     inner = dynamic_inner_term(float(values["factor"]), max(length or 0, maximum), maximum)
@@ -233,7 +244,8 @@ def _llama3(values: Parameters, dim: int, maximum: int | None, length: int | Non
     plain = plain_frequencies(values["rope_theta"], dim)
     # L_0 / λ, the turns of a pair within the original window: above `high` kept, below `low` divided by s.
     turns = original * plain / (2 * math.pi)
-    weight = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # Equal bounds, as some models publish them, leave no pair between them.
+    weight = (turns >= low) * 1.0 if high == low else np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1.0 - weight) * plain / factor + weight * plain, 1.0
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.config import RopeSettings, parse_settings
-from pose_plugin.rope.read import RopeSource, read_rope
+from pose_plugin.rope.findings import about_base, about_change, about_tokenizer, describe
+from pose_plugin.rope.kinds import inverse_frequencies
+from pose_plugin.rope.reach import LayerKind
+from pose_plugin.rope.source import RopeSource, read_rope
 from pose_plugin.rope.stretch import KINDS, LONGROPE_ONLY, Stretch, stretched
 from pose_plugin.utils.errors import PoSEError
-
-# Only their sliding layers have rotary positions; those with full attention have none.
-_ROTARY_WHERE_SLIDING = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
+from pose_plugin.utils.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class RopePlan:
     fixed: bool  # the model ignores rope parameters, so none are written
     before: str
     after: str
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    notes: tuple[str, ...]  # how values were computed
+    findings: tuple[Finding, ...]
+    reach: tuple[LayerKind, ...]  # what each kind of layers sees
 
     @property
     def current(self) -> dict[str, Any]:
@@ -68,11 +70,15 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
     source = read_rope(config, settings.original_length)
     if kind.stretches:
         _refuse(source, settings.type, target_length)
-    factor = float(settings.factor or target_length / source.original_length) if kind.stretches else 1.0
+    factor = float(settings.factor or source.factor(target_length)) if kind.stretches else 1.0
     request = Stretch(source, settings.model_dump(), frozenset(settings.model_fields_set), target_length, factor)
     current = stretched(kind, request)
     maximum = target_length if kind.stretches else max(source.max_position_embeddings, target_length)
-    notes = [*source.notes, *request.notes, *_replaced(source, target_length)] if kind.stretches else []
+    notes, findings = list(request.notes), [*about_base(source, target_length), *request.findings]
+    if kind.stretches:
+        forced = bool({"factor", "theta"} & request.given)
+        made = inverse_frequencies(current, source.rotary_dim, max_position_embeddings=maximum)
+        findings += about_change(source, settings.type, target_length, *made, forced)
     parameters = current
     if source.layer_type:
         parameters = copy.deepcopy(source.parameters) | {source.layer_type: current}
@@ -90,20 +96,15 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
         original_length=source.original_length,
         original_theta=source.original_theta,
         factor=factor,
-        record={
-            # An earlier stretch stays in force under `none`, so its name stays.
-            "rope": name if kind.stretches else source.record.get("rope", name),
-            "target_length": maximum,
-            "original_length": source.original_length,
-            "original_theta": source.original_theta,
-        },
+        record=_record(source, name if kind.stretches else None, maximum),
         top_original=current["rope_type"] == "longrope" or (source.top_original and not _from_our_list(source)),
         head_dim=None if current["rope_type"] == "default" else source.unset_head_dim,
         fixed=source.fixed,
         before=describe(source.current, source.max_position_embeddings),
         after=describe(current, maximum),
         notes=tuple(notes),
-        warnings=(*request.warnings, *_window_warnings(source, target_length)),
+        findings=tuple(findings),
+        reach=source.reach,
     )
 
 
@@ -112,14 +113,22 @@ def _from_our_list(source: RopeSource) -> bool:
     return bool(source.record) and source.current["rope_type"] == "longrope" and source.model_type not in LONGROPE_ONLY
 
 
-def describe(parameters: Mapping[str, Any], maximum: int) -> str:
-    """Return one line: type, base, factor, original length, window."""
-    parts = [str(parameters["rope_type"]), f"theta {parameters['rope_theta']:g}"]
-    if parameters.get("factor"):
-        parts.append(f"factor {parameters['factor']:g}")
-    if parameters.get("original_max_position_embeddings"):
-        parts.append(f"from {parameters['original_max_position_embeddings']}")
-    return f"{', '.join(parts)}; window {maximum}"
+def _record(source: RopeSource, name: str | None, maximum: int) -> dict[str, Any]:
+    """Return what is kept in the config.
+
+    Args:
+        source: the base.
+        name: of the kind; None if the frequencies stay, and with them the name of an earlier stretch.
+        maximum: the new window.
+    """
+    record = {
+        "rope": name or source.record.get("rope", "none"),
+        "target_length": maximum,
+        "original_length": source.original_length,
+        "original_theta": source.original_theta,
+    }
+    published = source.published
+    return record | {"published": list(published)} if published[0] > 1.001 else record
 
 
 def _refuse(source: RopeSource, kind: str, target: int) -> None:
@@ -128,6 +137,9 @@ def _refuse(source: RopeSource, kind: str, target: int) -> None:
             f"model type {source.model_type!r} computes its rotary table with base 10000 and reads no rope "
             f"parameters, so rope.type={kind} would change nothing. Use rope: none, or another model"
         )
+    far = [each for each in source.reach if each.rotates and each.sees_beyond(source.original_length)]
+    if not far:
+        raise PoSEError(_why_nothing_changes(source, kind, target))
     if target <= source.original_length:
         raise PoSEError(
             f"target_length={target} does not exceed the model's original window of {source.original_length}, so "
@@ -136,44 +148,44 @@ def _refuse(source: RopeSource, kind: str, target: int) -> None:
         )
 
 
-def _replaced(source: RopeSource, target: int) -> list[str]:
-    old, maximum = source.current, source.max_position_embeddings
-    notes = []
-    if old["rope_type"] not in ("default", "proportional"):
-        notes.append(
-            f"replaces the model's own scaling ({describe(old, maximum)}); computed from its original window of "
-            f"{source.original_length}, so nothing is scaled twice"
+def _why_nothing_changes(source: RopeSource, kind: str, target: int) -> str:
+    """Return why no layer of a base can use other frequencies, from its reach table."""
+    rows = "; ".join(
+        f"{each.layers} × {each.name}: {'rotates' if each.rotates else 'no positions'}, sees {each.span}"
+        for each in source.reach
+    )
+    near = next((each for each in source.reach if each.rotates), None)
+    if near is None:
+        return (
+            f"model type {source.model_type!r}: no layer rotates queries and keys ({rows}), so rope.type={kind} would "
+            "change nothing. Choose a model with RoPE in the layers that see far"
         )
-    elif source.record and source.original_length != maximum:
-        notes.append(
-            f"the model was extended before ({source.record.get('rope')}, from {source.original_length} to {maximum}); "
-            f"computed from its original window and base {source.original_theta:g}, so nothing is scaled twice"
-        )
-    if target < maximum:
-        notes.append(
-            f"the model's window was {maximum} and becomes target_length={target}; rope: none would keep its own "
-            "frequencies and window"
-        )
-    return notes
+    key = "attention_chunk_size" if near.chunks else "sliding_window"
+    return (
+        f"{key}={near.sees}: no layer of model type {source.model_type!r} both rotates and sees beyond the original "
+        f"window of {source.original_length} ({rows}), so rope.type={kind} would change nothing up to target_length="
+        f"{target}. Keep the frequencies with rope: none, or set {key}: null in the base's config if these layers "
+        "should see far"
+    )
 
 
-def _window_warnings(source: RopeSource, target: int) -> list[str]:
-    layers, total = source.sliding_layers
-    window = source.sliding_window
-    if not window or not layers or window >= target:
-        return []
-    if layers == total:
-        return [
-            f"every layer of this model sees only a sliding window of {window} tokens (sliding_window), so no token "
-            f"attends further back with any frequencies: target_length={target} will not be reached"
-        ]
-    if source.model_type in _ROTARY_WHERE_SLIDING:
-        return [
-            f"model type {source.model_type!r} rotates only its {layers} sliding layers, whose window is {window} "
-            f"tokens; the other {total - layers} layers have no rotary positions to stretch"
-        ]
-    shared = "" if source.layer_type else ", whose rope they share and are stretched with"
-    return [
-        f"{layers} of {total} layers see only a sliding window of {window} tokens; only the other {total - layers} "
-        f"can reach to {target}{shared}"
-    ]
+def rope_findings(
+    config: Any,
+    target_length: int,
+    rope: str | Mapping[str, Any] | RopeSettings = "yarn",
+    tokenizer_limit: int | None = None,
+) -> list[Finding]:
+    """Return what a base, and an extension of it, will do that its user may not expect.
+
+    Args:
+        config, target_length, rope: as for `plan_rope`.
+        tokenizer_limit: the tokenizer's model_max_length, if known.
+
+    Returns:
+        findings; one of severity "error" if the extension is refused.
+    """
+    try:
+        plan = plan_rope(config, target_length, rope)
+    except PoSEError as error:
+        return [Finding("rope", rope, str(error), severity="error")]
+    return [*plan.findings, *about_tokenizer(tokenizer_limit, target_length)]

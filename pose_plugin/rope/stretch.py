@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.rope import kinds, theory
-from pose_plugin.rope.read import RopeSource
+from pose_plugin.rope.source import RopeSource
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.findings import Finding
 
 # transformers accepts only `default` and `longrope` for these.
 LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")
@@ -24,15 +25,15 @@ LONGROPE_ONLY = ("phi3", "phi4_multimodal", "phimoe")
 
 @dataclass
 class Stretch:
-    """One request: stretch `source` by `factor` towards `target` tokens. Kinds append to notes and warnings."""
+    """One request: stretch `source` by `factor` towards `target` tokens. Kinds append to notes and findings."""
 
     source: RopeSource
     values: Mapping[str, Any]  # all settings of the `rope:` block, defaults included
     given: frozenset[str]  # names of the settings that the user set
     target: int  # L_t
     factor: float  # s
-    notes: list[str] = field(default_factory=list)  # reasons, for the log
-    warnings: list[str] = field(default_factory=list)  # likely mistakes
+    notes: list[str] = field(default_factory=list)  # how values were computed
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def theta(self) -> float:
@@ -81,7 +82,7 @@ class RopeKind:
 
 
 def stretched(kind: RopeKind, request: Stretch) -> dict[str, Any]:
-    """Return the complete flat rope dict of a kind; base and partial factor are carried over.
+    """Return the complete flat rope dict of a kind. Keys of the base that do not describe a stretch are carried over.
 
     Raises:
         PoSEError: the base cannot express the kind, or its settings contradict each other.
@@ -90,14 +91,19 @@ def stretched(kind: RopeKind, request: Stretch) -> dict[str, Any]:
         return kind.write(request)
     source, old = request.source, request.source.current
     reached = request.factor * request.original
-    if abs(reached - request.target) > 0.5:
-        request.warnings.append(
-            f"rope.factor={request.factor:g} stretches {request.original} positions to {reached:g}, but target_length="
-            f"{request.target}; remove rope.factor, and it follows from the target"
+    if "factor" in request.given and abs(reached - request.target) > 0.5:
+        request.findings.append(
+            Finding(
+                "rope.factor",
+                f"{request.factor:g}",
+                f"it stretches {request.original} positions to {reached:g}, but target_length={request.target}",
+                "Remove rope.factor, and it follows from the target",
+            )
         )
-    result: dict[str, Any] = {"rope_type": "default", "rope_theta": request.theta}
-    if "partial_rotary_factor" in old:
-        result["partial_rotary_factor"] = old["partial_rotary_factor"]
+    carried = source.carried
+    if "attention_factor" in request.given:
+        carried = {key: value for key, value in carried.items() if key not in ("mscale", "mscale_all_dim")}
+    result: dict[str, Any] = carried | {"rope_type": "default", "rope_theta": request.theta}
     result |= kind.write(request)
     if old["rope_type"] == "proportional":
         # Its closed form is that of `linear` with a tail of zeros, so it can express a factor and a base only.
@@ -107,10 +113,16 @@ def stretched(kind: RopeKind, request: Stretch) -> dict[str, Any]:
                 f"rope.type={kind.name} cannot express; use linear, ntk, base or auto"
             )
         result["rope_type"] = "proportional"
-    if source.latent_attention and old.get("mscale_all_dim") and result["rope_type"] != "yarn":
-        request.warnings.append(
-            f"the base scales its logits by its yarn factor (mscale_all_dim={old['mscale_all_dim']:g}), and "
-            f"rope.type={kind.name} drops that scale; rope: yarn keeps it"
+    # DeepSeek's attention reads it with the factor, for every rope type but `default`.
+    if source.latent_attention and old.get("mscale_all_dim") and result["rope_type"] == "default":
+        request.findings.append(
+            Finding(
+                "mscale_all_dim",
+                f"{old['mscale_all_dim']:g}",
+                f"the base scales its logits by its factor, and rope.type={kind.name} writes no factor, so it drops "
+                "that scale",
+                "Use rope: yarn, which keeps it",
+            )
         )
     return _only_longrope(request, result) if source.model_type in LONGROPE_ONLY else result
 
@@ -129,13 +141,23 @@ def _ntk(request: Stretch) -> dict[str, Any]:
 def _base(request: Stretch) -> dict[str, Any]:
     base, old = float(request.values["theta"]), request.theta
     if base <= old:
-        request.warnings.append(
-            f"rope.theta={base:g} is not above the base's {old:g}: the window becomes shorter, not longer"
+        request.findings.append(
+            Finding(
+                "rope.theta",
+                f"{base:g}",
+                f"it is not above the base's {old:g}, so the window becomes shorter, not longer",
+                "Raise rope.theta; rope: auto logs bases that suffice",
+            )
         )
     elif not theory.can_retrieve(base, request.dim, request.target):
-        request.warnings.append(
-            f"rope.theta={base:g} is below the retrieval bound for {request.target} tokens at d={request.dim} "
-            "(arXiv 2405.14591): distant tokens may not be found by content. rope: auto logs bases that suffice"
+        request.findings.append(
+            Finding(
+                "rope.theta",
+                f"{base:g}",
+                f"it is below the retrieval bound for {request.target} tokens at d={request.dim} (arXiv 2405.14591): "
+                "distant tokens may not be found by content",
+                "Raise rope.theta; rope: auto logs bases that suffice",
+            )
         )
     return {"rope_theta": base}
 
@@ -169,15 +191,32 @@ def _yarn(request: Stretch) -> dict[str, Any]:
     }
     if "truncate" in old:
         result["truncate"] = old["truncate"]
-    asked = request.values["attention_factor"]
-    if asked is None and source.latent_attention:
+    if request.values["attention_factor"] is None and (source.latent_attention or "mscale" in old):
         # A scale on cos and sin would miss the part of a latent head that is not rotated. DeepSeek's code scales the
         # softmax instead, by these two, and leaves their ratio to cos and sin.
-        result["mscale"] = float(old.get("mscale") or 1.0)
-        result["mscale_all_dim"] = float(old.get("mscale_all_dim") or 1.0)
+        default = 1.0 if source.latent_attention else 0.0
+        result["mscale"] = float(old.get("mscale") or default)
+        result["mscale_all_dim"] = float(old.get("mscale_all_dim") or default)
     else:
-        result["attention_factor"] = float(asked or kinds.yarn_attention_factor(request.factor))
+        result["attention_factor"] = _attention(request, kinds.yarn_attention_factor(request.factor))
     return result
+
+
+def _attention(request: Stretch, usual: float) -> float:
+    """Return the scale of cos and sin: as the user set it, else by the base's own convention, else `usual`.
+
+    The base's weights were trained with its scale, so a published formula or constant goes on.
+    """
+    asked, source = request.values["attention_factor"], request.source
+    old = source.current
+    if asked is not None or source.record or old["rope_type"] not in ("yarn", "longrope"):
+        return float(asked or usual)
+    before = float(old.get("factor") or source.max_position_embeddings / request.original)
+    if abs(source.attention - kinds.yarn_attention_factor(before)) < 1e-4:
+        return kinds.yarn_attention_factor(request.factor)
+    if abs(source.attention - kinds.longrope_attention_factor(before, request.original)) < 1e-4:
+        return kinds.longrope_attention_factor(request.target / request.original, request.original)
+    return source.attention  # a constant: Ministral 3 has 1
 
 
 def _yarn_revised(request: Stretch) -> dict[str, Any]:
@@ -187,13 +226,13 @@ def _yarn_revised(request: Stretch) -> dict[str, Any]:
         "yarn-revised is written as a longrope list; short and long list are equal, so all batches have one set of "
         "frequencies"
     )
-    attention = request.values["attention_factor"] or kinds.yarn_attention_factor(request.factor)
+    attention = _attention(request, kinds.yarn_attention_factor(request.factor))
     return as_list(request, attention, divisors.tolist())
 
 
 def _llama3(request: Stretch) -> dict[str, Any]:
     low, high = (request.shape(name, "llama3") for name in ("low_freq_factor", "high_freq_factor"))
-    if high <= low:
+    if high <= low and {"low_freq_factor", "high_freq_factor"} & request.given:
         raise PoSEError(
             f"rope.high_freq_factor={high:g} must exceed rope.low_freq_factor={low:g}; Llama 3.1 uses 4 and 1"
         )
@@ -209,12 +248,17 @@ def _llama3(request: Stretch) -> dict[str, Any]:
 def _longrope(request: Stretch) -> dict[str, Any]:
     long, short = _read_factors(request.values["factors_file"], request.dim)
     original = request.original
-    attention = request.values["attention_factor"] or kinds.longrope_attention_factor(request.factor, original)
+    attention = _attention(request, kinds.longrope_attention_factor(request.target / original, original))
     if long != short:
-        request.warnings.append(
-            f"longrope with two lists: transformers takes long_factor for a whole batch if its largest position is "
-            f"{original} or more, else short_factor. PoSE batches with all positions below {original} train the short "
-            "list; engines with a fixed window use only the long one. Make both lists equal for one set of frequencies"
+        request.findings.append(
+            Finding(
+                "rope.factors_file",
+                request.values["factors_file"],
+                f"its two lists differ: transformers takes long_factor for a whole batch if its largest position is "
+                f"{original} or more, else short_factor. PoSE batches with all positions below {original} train the "
+                "short list; engines with a fixed window use only the long one",
+                "Make both lists equal for one set of frequencies",
+            )
         )
     return as_list(request, attention, long, short)
 
@@ -229,17 +273,21 @@ def _dynamic(request: Stretch) -> dict[str, Any]:
 
 def _none(request: Stretch) -> dict[str, Any]:
     """Return the base's rope unchanged, with a factor that readers derive from the maximum written out."""
-    current, known = request.source.current, request.source.max_position_embeddings
-    if current["rope_type"] == "dynamic":
+    current, known = request.source.current, request.source.window
+    if current["rope_type"] == "dynamic" and not current.get("alpha"):
         _dynamic(request)
     original = current.get("original_max_position_embeddings")
     if current["rope_type"] in ("yarn", "longrope") and current.get("factor") is None and original:
-        current["factor"] = known / original
+        current["factor"] = request.source.max_position_embeddings / original
     if request.target > known:
-        request.warnings.append(
-            f"rope.type=none keeps the frequencies: positions from {known} to {request.target - 1} turn the slow "
-            "dimensions by angles the model has never seen, which only training can teach. Use rope: yarn unless you "
-            "want to study that"
+        request.findings.append(
+            Finding(
+                "rope.type",
+                "none",
+                f"the frequencies stay: positions from {known} to {request.target - 1} turn the slow dimensions by "
+                "angles the model has never seen, which only training can teach",
+                "Use rope: yarn unless you want to study that",
+            )
         )
     return current
 
@@ -291,7 +339,7 @@ def as_list(request: Stretch, attention: float, long: list[float], short: list[f
 
 def _betas(request: Stretch) -> tuple[float, float]:
     fast, slow = (request.shape(name, "yarn") for name in ("beta_fast", "beta_slow"))
-    if fast <= slow:
+    if fast <= slow and {"beta_fast", "beta_slow"} & request.given:
         raise PoSEError(f"rope.beta_fast={fast:g} must exceed rope.beta_slow={slow:g}; the paper uses 32 and 1")
     return fast, slow
 

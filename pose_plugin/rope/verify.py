@@ -8,7 +8,7 @@ No checkpoint holds these buffers, so nothing else restores them. Weights are ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
+from pose_plugin.rope.live import RotaryBuffer, rebuilt, rotary_buffers
 from pose_plugin.rope.plan import RopePlan
-from pose_plugin.rope.read import FULL, lookup, read_rope, text_config
+from pose_plugin.rope.read import FULL, lookup, text_config
+from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import RopeMismatchError
 from pose_plugin.utils.models import unwrap
 
@@ -66,15 +68,6 @@ class _Expected:
     fixed: bool
 
 
-@dataclass(frozen=True)
-class _Live:
-    name: str
-    layer_type: str | None
-    tensor: Any
-    original: Any | None
-    attention_factor: float | None
-
-
 def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     """Compare every rotary module of a built model with the float64 closed form.
 
@@ -93,7 +86,8 @@ def verify_rope(model: Any, expected: Any = None) -> RopeReport:
     text = text_config(model.config)
     wanted = _expected(text if expected is None else expected, text)
     _check_config(text, wanted)
-    checks = [_check(live, wanted) for live in _rotary_buffers(model, text, wanted)]
+    buffers = rotary_buffers(model, text, tables=wanted.fixed, nested=FULL in wanted.parameters)
+    checks = [_check(live, wanted) for live in buffers]
     if not checks:
         raise RopeMismatchError(
             f"{type(model).__name__} has no rotary module with inverse frequencies, so the rope cannot be verified; is "
@@ -122,10 +116,7 @@ def restore_rope(model: Any, only_coarse: bool = False) -> list[str]:
             old = {key: buffer for key, buffer in old.items() if str(buffer.dtype) in _COARSE}
         if not old or not hasattr(module, "config"):
             continue
-        try:
-            fresh = type(module)(module.config)
-        except Exception:
-            continue
+        fresh = rebuilt(module)
         for key, buffer in old.items():
             new = getattr(fresh, key, None)
             if new is not None and new.shape == buffer.shape:
@@ -173,35 +164,7 @@ def _check_config(text: Any, wanted: _Expected) -> None:
         )
 
 
-def _rotary_buffers(model: Any, text: Any, wanted: _Expected) -> Iterator[_Live]:
-    nested = FULL in wanted.parameters
-    composite = text_config(model.config) is not model.config
-    for name, module in model.named_modules():
-        own = getattr(module, "config", None)
-        if composite and (own is None or lookup(own, "model_type") != lookup(text, "model_type")):
-            continue  # a vision or audio tower has its own rope
-        buffers = dict(module.named_buffers(recurse=False))
-        if "inv_freq" not in buffers and hasattr(module, "inv_freq"):
-            buffers["inv_freq"] = module.inv_freq
-        for key, tensor in buffers.items():
-            if key == "embed_positions" and wanted.fixed:
-                yield _Live(f"{name}.{key}", None, tensor, None, None)
-            if key.endswith("original_inv_freq") or not key.endswith("inv_freq"):
-                continue
-            layer_type = key.removesuffix("inv_freq").rstrip("_") or None
-            if nested and layer_type is None:
-                layer_type = getattr(module, "layer_type", None)
-            prefix = key.removesuffix("inv_freq")
-            yield _Live(
-                f"{name}.{key}",
-                layer_type,
-                tensor,
-                buffers.get(f"{prefix}original_inv_freq"),
-                getattr(module, f"{prefix}attention_scaling", None),
-            )
-
-
-def _check(live: _Live, wanted: _Expected) -> RopeCheck:
+def _check(live: RotaryBuffer, wanted: _Expected) -> RopeCheck:
     parameters = wanted.parameters
     if live.layer_type is not None and FULL in parameters:
         if live.layer_type not in parameters:
@@ -275,7 +238,7 @@ def _read(name: str, tensor: Any) -> Frequencies:
     return values
 
 
-def _frequencies_of_table(live: _Live, wanted: _Expected) -> Frequencies:
+def _frequencies_of_table(live: RotaryBuffer, wanted: _Expected) -> Frequencies:
     """Derive the frequencies from GPT-J's table of sin and cos, [positions, d]: the angles of position 1."""
     table = live.tensor
     if table.shape[0] < wanted.maximum:

@@ -238,10 +238,10 @@ def test_distances_in_no_row_get_one_warning(base):
 
 
 def test_warnings_of_the_rope_are_passed_on(tmp_path):
-    sliding = {**LLAMA3_8B, "model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}
+    sliding = {**LLAMA3_8B, "model_type": "mistral", "sliding_window": 40960, "max_position_embeddings": 32768}
     (tmp_path / "config.json").write_text(json.dumps(sliding))
     warnings = plan_of(str(tmp_path), pose={"target_length": 65536, "rope": "yarn"}).warnings
-    assert any("sliding" in warning for warning in warnings)
+    assert any("sliding_window=40960" in warning for warning in warnings)
 
 
 def test_a_model_type_that_transformers_does_not_know(tmp_path):

@@ -79,6 +79,11 @@ ROTARY_DIM = {
 }
 
 
+def words(plan, *severities):
+    """The findings of a plan in one text, of all severities or of those given."""
+    return " | ".join(str(each) for each in plan.findings if not severities or each.severity in severities)
+
+
 def build(config, **kwargs):
     """A model with reproducible random weights, in eval mode."""
     torch.manual_seed(0)
