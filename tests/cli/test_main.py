@@ -36,7 +36,7 @@ def test_version(capsys):
 
 
 COMPLAINTS = {
-    "": ["name a command: plan, coverage"],
+    "": ["name a command: init, plan"],
     "evalute base": ["'evalute' is not a command; did you mean evaluate?"],
     "--quiet coverage": ["'--quiet' is not an option"],
     "coverage --target-length": ["--target-length: expected one argument"],
