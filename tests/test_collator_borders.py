@@ -71,6 +71,16 @@ def test_what_has_no_border_is_counted():
     assert "anywhere" not in PoSECollator(TOKENIZER, target_length=512).trained()
 
 
+def test_a_window_without_the_end_of_a_sentence_is_counted_as_cut_anywhere():
+    words = [*range(30, 60), *TOKENIZER.convert_tokens_to_ids(["\n"]), *range(60, 70)]
+    collate = PoSECollator(TOKENIZER, target_length=2048, train_length=16, sampler="sentences")
+    positions = collate([{"input_ids": words}])["position_ids"][0].tolist()
+    assert positions[-1] > 15, "it was cut"
+    assert {key: collate.trained()[key] for key in ("skipped", "anywhere", "uncut")} == {
+        "skipped": 1, "anywhere": 1, "uncut": 0,
+    }  # fmt: skip
+
+
 def test_trls_masks_give_the_same_borders_as_labels():
     (row,) = features()[:1]
     mask = [int(label != -100) for label in row["labels"]]

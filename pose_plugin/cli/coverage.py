@@ -21,8 +21,7 @@ example, 64000 rows (1000 steps of 64) on the way from 2048 to 16384 tokens:
   pose-plugin coverage --target-length 16384 --train-length 2048 \\
     --compare pose:3,clamped,none --rows 64000 --output coverage.png
 """
-# With many chunks, simulating a row costs about a hundred times as much.
-_DRAWS, _DRAWS_OF_MANY_CHUNKS = 8000, 1000
+_DRAWS = 8000
 # Enough for a standard error of 0.02 %; more would take hours.
 MOST_DRAWS = 10**7
 _SETTINGS = (
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add(
         "--draws",
         type=partial(count, most=MOST_DRAWS),
-        help=f"simulated rows (default {_DRAWS}; {_DRAWS_OF_MANY_CHUNKS} with many chunks)",
+        help=f"simulated rows (default {_DRAWS}, fewer with many chunks)",
     )
     add("--seed", type=partial(count, least=0), default=0, help="of the simulation (default 0)")
     add("--output", metavar="FILE", help="the figure, .png, .svg or .pdf; a .csv is written next to it")
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PoSEError: an option that cannot work; raised before anything is simulated.
     """
-    from pose_plugin.positions import coverage, many_chunks
+    from pose_plugin.positions import affordable_draws, coverage
     from pose_plugin.positions.figure import draw_coverage, write_coverage
     from pose_plugin.utils.files import staged
     from pose_plugin.utils.plots import check_ending, require_matplotlib
@@ -90,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
             check_ending(output)
     seen = {}
     for name, values in settings.items():
-        draws = args.draws or (_DRAWS_OF_MANY_CHUNKS if many_chunks(values) else _DRAWS)
-        seen[name] = coverage(values, draws=draws, seed=args.seed, every=args.every)
+        draws = args.draws or affordable_draws(values, _DRAWS)
+        seen[name] = coverage(values, draws=draws, seed=args.seed, every=args.every, progress=True)
     print(text(seen, distances, args.rows))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -185,11 +184,11 @@ def _label(settings: PoSESettings) -> str:
 
 
 def _distances(args: argparse.Namespace) -> list[int]:
-    window, target = args.train_length, args.target_length
+    from pose_plugin.positions import usual_distances
+
+    target = args.target_length
     if args.distances is None:
-        marks = {window // 2, 3 * window // 4, window - 1, target // 4, target // 2, 3 * target // 4}
-        marks |= {target - window, target - window // 2, target - 1}
-        return sorted(d for d in marks if 0 < d < target)
+        return usual_distances(target, args.train_length)
     outside = [d for d in args.distances if d >= target]
     if outside:
         raise PoSEError(f"--distances {outside[0]} must be from 1 to {target - 1}, below the target")

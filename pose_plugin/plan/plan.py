@@ -12,13 +12,13 @@ from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.types import Bucket, Plan
-from pose_plugin.positions import Coverage, coverage, many_chunks, simulable
+from pose_plugin.positions import Coverage, affordable_draws, coverage, simulable
 from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.read import as_config
 
 # Simulated rows. A row of many chunks takes longer.
-_DRAWS, _DRAWS_OF_MANY_CHUNKS = 4000, 400
+_DRAWS = 4000
 
 
 def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = None) -> Plan:
@@ -52,10 +52,7 @@ def _coverage(settings: PoSESettings, draws: int | None) -> Coverage | None:
     """Return the chance that a row holds each distance, or None if the target is too long to simulate."""
     if not settings.train_length or not simulable(settings):
         return None
-    usual = _DRAWS
-    if many_chunks(settings):
-        usual = max(20, min(_DRAWS_OF_MANY_CHUNKS, 2**26 // settings.target_length))
-    return coverage(settings, draws=draws or usual)
+    return coverage(settings, draws=draws or affordable_draws(settings, _DRAWS))
 
 
 def _buckets(plan: Plan) -> list[Bucket]:

@@ -1,9 +1,9 @@
 """Position ids and content of training windows: pure maths on arrays, without torch or any framework."""
 
-from pose_plugin.positions.coverage import Coverage, coverage, many_chunks, simulable
-from pose_plugin.positions.draws import Draws, document_generator
+from pose_plugin.positions.coverage import Coverage, affordable_draws, coverage, simulable, sketch, usual_distances
+from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers import SAMPLERS, Borders, Rows, Sampler, make_sampler
+from pose_plugin.positions.samplers import SAMPLERS, Borders, Row, Sampler, make_sampler
 from pose_plugin.positions.windows import Window, draw_windows, plain_window
 
 __all__ = [
@@ -12,14 +12,15 @@ __all__ = [
     "Coverage",
     "Draws",
     "Layout",
-    "Rows",
+    "Row",
     "Sampler",
     "Window",
+    "affordable_draws",
     "coverage",
-    "document_generator",
     "draw_windows",
     "make_sampler",
-    "many_chunks",
     "plain_window",
     "simulable",
+    "sketch",
+    "usual_distances",
 ]

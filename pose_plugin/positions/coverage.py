@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
+from tqdm import tqdm
 
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
@@ -15,8 +18,6 @@ from pose_plugin.utils.errors import PoSEError
 
 # Coverage keeps one number per distance in memory.
 MOST_POSITIONS = 1 << 24
-# Above this many chunks, listing the pairs of chunks costs more than an autocorrelation.
-_MOST_CHUNKS_FOR_INTERVALS = 32
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,10 @@ class Coverage:
     def table(self, distances: list[int] | None = None) -> str:
         """Return two lines of text: distances, and their chances."""
         target = self.settings.target_length
-        window = self.settings.train_length or target
-        marks = {window // 2, 3 * window // 4, window - 1, target // 4, target // 2, target - window, target - 1}
-        chosen = sorted({d for d in (distances or marks) if 0 < d < target})
-        cells = [(str(d), f"{self.probability[d]:.3f}") for d in chosen]
-        widths = [max(len(a), len(b)) for a, b in cells]
-        head = "  ".join(a.rjust(w) for (a, _), w in zip(cells, widths, strict=True))
-        body = "  ".join(b.rjust(w) for (_, b), w in zip(cells, widths, strict=True))
-        return f"distance  {head}\nchance    {body}"
+        chosen = [
+            d for d in distances or usual_distances(target, self.settings.train_length or target) if 0 < d < target
+        ]
+        return _table(chosen, self.probability[chosen])
 
 
 def simulable(settings: PositionSettings) -> bool:
@@ -55,18 +52,54 @@ def simulable(settings: PositionSettings) -> bool:
     return settings.target_length + settings.target_margin <= MOST_POSITIONS
 
 
-def many_chunks(settings: PositionSettings) -> bool:
-    """Return whether a simulated row costs about a hundred times the usual, as it has too many chunks for intervals.
+def affordable_draws(settings: PositionSettings, most: int) -> int:
+    """Return how many rows take about ten seconds to simulate, at least 20 and at most `most`.
+
+    Args:
+        settings: with `train_length`.
+        most: rows that suffice.
+    """
+    size = settings.train_length or settings.target_length
+    chunks = _most_chunks(settings, size, _borders(settings, size))
+    # A row with few chunks takes as long as drawing it; measured in pairs of chunks.
+    cost = max(_work_per_row(chunks, settings.target_length), 200)
+    return max(20, min(most, (1 << 28) // cost))
+
+
+def sketch(settings: PositionSettings) -> str:
+    """Return the table of `Coverage.table` for a few distances, in a time that does not depend on the target.
 
     Args:
         settings: with `train_length`.
     """
-    size = settings.train_length or settings.target_length
-    return _most_chunks(settings, size, _borders(settings, size)) > _MOST_CHUNKS_FOR_INTERVALS
+    window = settings.train_length
+    assert window is not None
+    distances = usual_distances(settings.target_length, window)
+    draws = max(50, min(500, (1 << 21) // window))
+    counts = np.zeros(len(distances))
+    for layout in _layouts(settings, window, draws, _borders(settings, window)):
+        positions = layout.position_ids()
+        for i, distance in enumerate(distances):
+            # Where the partner of each position would be, if the row holds it.
+            at = np.searchsorted(positions, positions + distance)
+            counts[i] += bool((positions[np.minimum(at, len(positions) - 1)] == positions + distance).any())
+    return _table(distances, counts / draws)
+
+
+def usual_distances(target: int, window: int) -> list[int]:
+    """Return distances around the trained window and the target, all in tokens."""
+    marks = {window // 2, 3 * window // 4, window - 1, target // 4, target // 2, 3 * target // 4}
+    marks |= {target - window, target - window // 2, target - 1}
+    return sorted(d for d in marks if 0 < d < target)
 
 
 def coverage(
-    settings: PositionSettings, window: int | None = None, draws: int = 8000, seed: int = 0, every: int | None = None
+    settings: PositionSettings,
+    window: int | None = None,
+    draws: int = 8000,
+    seed: int = 0,
+    every: int | None = None,
+    progress: bool = False,
 ) -> Coverage:
     """Simulate rows of `window` tokens and count which distances each of them holds.
 
@@ -79,6 +112,7 @@ def coverage(
         seed: of the simulation.
         every: for samplers that jump at borders: tokens from one border of the simulated rows to the next; default:
             the sampler's `usual_spacing`. Real borders depend on the data.
+        progress: whether to show a progress bar.
 
     Raises:
         PoSEError: neither `window` nor `train_length` is given, or the target is too large to simulate.
@@ -97,24 +131,42 @@ def coverage(
             f"target_length={target} and target_margin={settings.target_margin} are more than the {MOST_POSITIONS} "
             "positions that can be simulated; give smaller numbers in the same proportion"
         )
-    generator = np.random.default_rng(seed)
-    counts = np.zeros(target + 1)
     borders = _borders(settings, size, every)
     chunks = _most_chunks(settings, size, borders)
-    by_intervals = chunks <= _MOST_CHUNKS_FOR_INTERVALS
+    # None shows the bar in a terminal only.
+    hidden = None if progress else True
+    layouts = tqdm(_layouts(settings, size, draws, borders, seed), "rows", draws, disable=hidden, leave=False)
+    by_intervals = _by_intervals(chunks, target)
     # Rows at a time, so that the arrays of a step stay within some megabytes.
-    step = max(1, min(draws, (1 << 20) // (chunks * chunks if by_intervals else 4 * target)))
-    for begin in range(0, draws, step):
-        rows = min(step, draws - begin)
-        windows = np.full(rows, size, dtype=np.int64)
-        documents = np.full(rows, max(size, target), dtype=np.int64)
-        offered = None if borders is None else [borders] * rows
-        layout, _ = lay_out(documents, windows, Draws(generator, rows), settings, offered)
-        if by_intervals:
-            counts += _count_by_intervals(layout, target)
-        else:
-            counts += _count_by_autocorrelation(layout, target)
+    step = max(1, (1 << 18) // (chunks * chunks)) if by_intervals else 1
+    counts = np.zeros(target + 1)
+    for some in _in_turns(layouts, step):
+        counts += _count_by_intervals(some, target) if by_intervals else _count_by_autocorrelation(some[0], target)
     return Coverage(counts[:target] / draws, draws, settings)
+
+
+def _layouts(
+    settings: PositionSettings, window: int, draws: int, borders: np.ndarray | None, seed: int = 0
+) -> Iterator[Layout]:
+    """Yield the layouts of simulated rows."""
+    sampler = make_sampler(settings)
+    size = max(window, settings.target_length)
+    for row in range(draws):
+        yield lay_out(size, window, Draws(seed, 0, row), settings, sampler, borders)[0]
+
+
+def _in_turns(layouts: Iterable[Layout], step: int) -> Iterator[list[Layout]]:
+    each = iter(layouts)
+    while some := list(islice(each, step)):
+        yield some
+
+
+def _table(distances: list[int], chances: np.ndarray) -> str:
+    cells = [(str(d), f"{chance:.3f}") for d, chance in zip(distances, chances, strict=True)]
+    widths = [max(len(a), len(b)) for a, b in cells]
+    head = "  ".join(a.rjust(w) for (a, _), w in zip(cells, widths, strict=True))
+    body = "  ".join(b.rjust(w) for (_, b), w in zip(cells, widths, strict=True))
+    return f"distance  {head}\nchance    {body}"
 
 
 def _borders(settings: PositionSettings, window: int, every: int | None = None) -> np.ndarray | None:
@@ -130,44 +182,52 @@ def _most_chunks(settings: PositionSettings, window: int, borders: np.ndarray | 
     return make_sampler(settings).most_chunks(window, 0 if borders is None else len(borders))
 
 
-def _count_by_intervals(layout: Layout, target: int) -> np.ndarray:
+def _by_intervals(chunks: int, target: int) -> bool:
+    """Return whether listing the pairs of chunks costs less than an autocorrelation over the target."""
+    return chunks * chunks <= 2 * target
+
+
+def _work_per_row(chunks: int, target: int) -> int:
+    """Return the cost of counting one row, in pairs of chunks."""
+    return chunks * chunks if _by_intervals(chunks, target) else 4 * target
+
+
+def _count_by_intervals(layouts: Sequence[Layout], target: int) -> np.ndarray:
     """Count the rows per distance, shape (target + 1,): a pair of chunks holds one interval of distances."""
-    lengths, first = layout.lengths, layout.starts + layout.skips
+    chunks = max(len(layout.lengths) for layout in layouts)
+    lengths, first = np.zeros((2, len(layouts), chunks), dtype=np.int64)
+    for row, layout in enumerate(layouts):
+        lengths[row, : len(layout.lengths)] = layout.lengths
+        first[row, : len(layout.skips)] = layout.skips
+    first += np.cumsum(lengths, axis=1) - lengths
     last = first + lengths - 1
-    low, high = [], []
-    chunks = lengths.shape[1]
-    for i in range(chunks):
-        for j in range(i, chunks):
-            present = (lengths[:, i] > 0) & (lengths[:, j] > 0)
-            near = np.ones(layout.rows, dtype=np.int64) if i == j else first[:, j] - last[:, i]
-            far = last[:, j] - first[:, i]
-            # An absent chunk becomes an empty interval.
-            low.append(np.where(present, near, 1))
-            high.append(np.where(present, far, 0))
-    lows, highs = np.stack(low, axis=1), np.stack(high, axis=1)
+    i, j = np.triu_indices(chunks)
+    present = (lengths[:, i] > 0) & (lengths[:, j] > 0)
+    # An absent chunk gives an empty interval.
+    lows = np.where(present, np.where(i == j, 1, first[:, j] - last[:, i]), 1)
+    highs = np.where(present, last[:, j] - first[:, i], 0)
     order = np.argsort(lows, axis=1)
     lows, highs = np.take_along_axis(lows, order, 1), np.take_along_axis(highs, order, 1)
     # Union of intervals: each one counts only from where the earlier ones have ended.
-    reached = np.maximum.accumulate(np.concatenate([np.zeros((layout.rows, 1), np.int64), highs], 1), axis=1)
+    reached = np.maximum.accumulate(np.pad(highs, ((0, 0), (1, 0))), axis=1)
     lows = np.maximum(lows, reached[:, :-1] + 1)
     valid = lows <= highs
-    lows, highs = np.minimum(lows[valid], target), np.minimum(highs[valid] + 1, target)
-    steps = np.zeros(target + 1)
-    np.add.at(steps, lows, 1)
-    np.add.at(steps, highs, -1)
+    steps = np.bincount(np.minimum(lows[valid], target), minlength=target + 1).astype(np.float64)
+    steps -= np.bincount(np.minimum(highs[valid] + 1, target), minlength=target + 1)
     return np.cumsum(steps)
 
 
 def _count_by_autocorrelation(layout: Layout, target: int) -> np.ndarray:
-    """Count the same for many chunks: a row holds d if the indicator of its positions overlaps itself shifted by d."""
+    """Count the same for one row with many chunks: it holds d if its positions, shifted by d, overlap themselves."""
     counts = np.zeros(target + 1)
-    reach = int((layout.starts + layout.skips + layout.lengths).max())
-    for row in range(layout.rows):
-        used = np.zeros(reach)
-        used[layout.position_ids(row)] = 1
-        spectrum = np.fft.rfft(used, 2 * reach)
-        overlap = np.fft.irfft(spectrum * np.conj(spectrum), 2 * reach)[:reach]
-        held = overlap > 0.5
-        held[0] = False
-        counts[: min(reach, target)] += held[:target]
+    positions = layout.position_ids()
+    reach = int(positions[-1]) + 1
+    # A power of two, as other lengths take several times longer.
+    size = 1 << (2 * reach - 1).bit_length()
+    used = np.zeros(size)
+    used[positions] = 1
+    spectrum = np.fft.rfft(used)
+    overlap = np.fft.irfft(spectrum * np.conj(spectrum))[: min(reach, target)]
+    counts[: len(overlap)] = overlap > 0.5
+    counts[0] = 0
     return counts

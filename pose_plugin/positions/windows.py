@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from pose_plugin.positions.draws import Draws, document_generator, integers
+from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout, shifted_indices
-from pose_plugin.positions.samplers import Borders, Rows, make_sampler
+from pose_plugin.positions.samplers import Borders, Row, Sampler, make_sampler
+from pose_plugin.positions.samplers.chunks import growing
 from pose_plugin.positions.settings import PositionSettings
 from pose_plugin.utils.errors import PoSEError
 
+_NO_SEAMS = np.zeros(0, dtype=np.int64)
 
-@dataclass(frozen=True)
-class Window:
+
+class Window(NamedTuple):
     """One document's training window of n tokens.
 
     Attributes:
         content: indices into the document's tokens, shape (n,), strictly increasing.
         position_ids: shape (n,), strictly increasing, from 0 to below the target.
         seams: indices in the window whose token does not follow its predecessor in the document.
+        borders: how many borders inside the window limited where it was cut; None if it could be cut anywhere.
     """
 
     content: np.ndarray
     position_ids: np.ndarray
     seams: np.ndarray
+    borders: int | None = None
 
 
 def draw_windows(
@@ -35,84 +39,94 @@ def draw_windows(
     epoch: int,
     borders: Borders | None = None,
 ) -> list[Window]:
-    """Draw a window of every document (arXiv 2309.10400, section 3.2).
+    """Draw a window of every document (arXiv 2309.10400, section 3.2). No window depends on the other documents.
 
     Args:
         documents: token ids, each of its own length L_x ≥ 1.
         settings: sampler, content, lengths, seed.
         epoch: 0, 1, …
-        borders: where each document may have a jump, as indices of its tokens; for samplers with a `border_finder`.
+        borders: where each document may have a jump, as increasing indices of its tokens; for samplers with a
+            `border_finder`.
 
     Raises:
         PoSEError: a document has more tokens than `target_length` and no `train_length` limits how many to take.
+        ValueError: borders that do not increase, or not one entry per document.
     """
-    if not documents:
-        return []
-    draws = Draws([document_generator(tokens, settings.seed, epoch) for tokens in documents])
-    sizes = np.array([len(tokens) for tokens in documents], dtype=np.int64)
-    windows = sizes if settings.train_length is None else np.minimum(sizes, settings.train_length)
-    longest = int(windows.max())
-    if longest > settings.target_length:
-        raise PoSEError(
-            f"a training sample has {longest} tokens, more than target_length={settings.target_length}. "
-            "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
-        )
-    layout, shifts = lay_out(sizes, windows, draws, settings, borders)
-    # A chunk whose content is shifted further than the chunk before begins with a seam.
-    jumps = (shifts[:, 1:] > shifts[:, :-1]) & (layout.lengths[:, 1:] > 0)
-    starts = layout.starts[:, 1:]
-    result = []
-    for row in range(layout.rows):
-        seams = starts[row, jumps[row]]
-        content = shifted_indices(layout.lengths[row], shifts[row])
-        result.append(Window(content, layout.position_ids(row), seams))
-    return result
+    sampler = make_sampler(settings)
+    pairs = zip(documents, borders if borders is not None else [None] * len(documents), strict=True)
+    return [
+        _draw_window(len(tokens), Draws.of(tokens, settings.seed, epoch), settings, sampler, offered)
+        for tokens, offered in pairs
+    ]
 
 
 def plain_window(size: int) -> Window:
     """Return a whole document at positions 0…size−1, as evaluation reads it."""
     indices = np.arange(size)
-    return Window(indices, indices, np.zeros(0, dtype=np.int64))
+    return Window(indices, indices, _NO_SEAMS)
+
+
+def _draw_window(
+    size: int, draws: Draws, settings: PositionSettings, sampler: Sampler, offered: np.ndarray | None
+) -> Window:
+    """Draw the window of a document of `size` tokens with the borders that it offers."""
+    window = size if settings.train_length is None else min(size, settings.train_length)
+    if window > settings.target_length:
+        raise PoSEError(
+            f"a training sample has {window} tokens, more than target_length={settings.target_length}. "
+            "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
+        )
+    layout, shifts, borders = lay_out(size, window, draws, settings, sampler, offered)
+    seams = _NO_SEAMS
+    if settings.content in ("skip", "aligned"):
+        # A chunk whose content is shifted further than that of the chunk before begins with a seam.
+        starts = np.cumsum(layout.lengths)[:-1]
+        seams = starts[np.diff(shifts) > 0]
+    return Window(shifted_indices(layout.lengths, shifts), layout.position_ids(), seams, borders)
 
 
 def lay_out(
-    sizes: np.ndarray, windows: np.ndarray, draws: Draws, settings: PositionSettings, borders: Borders | None = None
-) -> tuple[Layout, np.ndarray]:
-    """Lay out a batch of documents.
+    size: int, window: int, draws: Draws, settings: PositionSettings, sampler: Sampler, offered: np.ndarray | None
+) -> tuple[Layout, Sequence[int] | np.ndarray, int | None]:
+    """Lay out a document.
 
     Args:
-        sizes: L_x, the tokens of each document, shape (rows,).
-        windows: n ≤ L_x, the tokens to read of each, shape (rows,).
-        draws: randomness for `rows` rows.
-        settings: sampler, content, target.
-        borders: as for `draw_windows`.
+        size: L_x, its tokens.
+        window: n ≤ L_x, the tokens to read.
+        draws: its randomness.
+        settings: content, target, ratio of plain rows.
+        sampler: what the settings select.
+        offered: its borders, if it has any.
 
     Returns:
-        chunks with their skips u_i, and the content shifts v_i, shape (rows, chunks): chunk i reads the tokens
-        v_i + st_i + (0…l_i−1) of its document.
+        chunks with their skips u_i; their content shifts v_i: chunk i reads the tokens v_i + st_i + (0…l_i−1); and the
+        number of borders inside the window, None if it was cut anywhere.
     """
-    keep_plain = draws.uniform(1)[:, 0] < settings.unskipped_ratio
-    targets = np.full_like(windows, settings.target_length + settings.target_margin)
+    plain = draws.uniform() < settings.unskipped_ratio
+    target = settings.target_length + settings.target_margin
     if settings.content == "aligned":
         # v_i = u_i: a chunk keeps the position that its text has in the document, so the document limits the target.
-        targets = np.minimum(targets, sizes)
-    piece: np.ndarray | None = None
-    if borders is not None and settings.content == "window":
-        # Drawn before the layout, since it decides which borders are inside the window.
-        piece = integers(draws.uniform(1), np.zeros_like(sizes)[:, None], (sizes - windows)[:, None])
-        borders = [offered if offered is None else offered - piece[row] for row, offered in enumerate(borders)]
-    layout = make_sampler(settings)(Rows(windows, targets, borders), draws)
-    skips = np.where(keep_plain[:, None], 0, layout.skips)
-    layout = Layout(layout.lengths, skips)
-    shifts = np.zeros_like(skips)
+        target = min(target, size)
+    # Drawn before the layout, as it decides which borders are inside the window.
+    piece = draws.integer(0, size - window) if settings.content == "window" else 0
+    inside = _inside(offered, piece, window, sampler)
+    layout = sampler(Row(window, target, inside), draws)
+    if plain:
+        layout = Layout(layout.lengths, [0] * len(layout.lengths))
+    shifts: Sequence[int] | np.ndarray = [piece] * len(layout.lengths)
     if settings.content == "aligned":
-        shifts = skips
-    elif piece is not None:
-        shifts += piece
-    elif settings.content == "window":
-        shifts += integers(draws.uniform(skips.shape[1])[:, :1], shifts[:, :1], (sizes - windows)[:, None])
+        shifts = layout.skips
     elif settings.content == "skip":
-        uniform = draws.uniform(skips.shape[1])
-        for i in range(1, skips.shape[1]):
-            shifts[:, i] = integers(uniform[:, i], shifts[:, i - 1], sizes - windows)
-    return layout, shifts
+        shifts = growing(len(layout.lengths), size - window, draws)
+    return layout, shifts, None if inside is None else len(inside)
+
+
+def _inside(offered: np.ndarray | None, piece: int, window: int, sampler: Sampler) -> np.ndarray | None:
+    """Return the borders inside the window, as indices of its tokens; None if it may be cut anywhere."""
+    if offered is None:
+        return None
+    if (np.diff(offered) <= 0).any():
+        raise ValueError(f"the borders of a document must increase, but are {offered!r}")
+    inside = offered - piece
+    inside = inside[(inside > 0) & (inside < window)]
+    return inside if inside.size or sampler.plain_without_borders else None

@@ -13,7 +13,7 @@ from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.checkpoints import complete_folder
 from pose_plugin.checkpoints.record import model_facts, run_facts
 from pose_plugin.collator import Packing, PositionCollator
-from pose_plugin.positions import coverage, make_sampler, many_chunks, simulable
+from pose_plugin.positions import make_sampler, sketch
 from pose_plugin.rope import restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
@@ -168,12 +168,10 @@ class PoSECallback(TrainerCallback):
                 settings.unskipped_ratio,
                 settings.train_length,
             )
-        elif settings.train_length is not None and sampler.skips and simulable(settings):
-            # With many chunks, simulating a row takes time in proportion to the target.
-            draws = max(10, min(100, 2**24 // settings.target_length)) if many_chunks(settings) else 500
-            chances = coverage(settings, draws=draws)
+        elif settings.train_length is not None and sampler.skips:
             about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
-            log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances.table())
+            chances = sketch(settings)
+            log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances)
 
     def _report_what_was_trained(self) -> None:
         settings, trained = self.collator.settings, self.collator.trained()
@@ -186,8 +184,8 @@ class PoSECallback(TrainerCallback):
         )
         if trained.get("uncut") or trained.get("anywhere"):
             log.warning(
-                "sampler=%s: of %d documents, %d had no border inside their window and were trained without a jump; %d "
-                "had none at all and were split at random, like plain text",
+                "sampler=%s: of %d documents, %d had no border inside their window and were trained without a jump; in "
+                "%d no border was found, and they were split at random, like plain text",
                 settings.sampler,
                 trained["documents"],
                 trained["uncut"],

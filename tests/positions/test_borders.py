@@ -149,7 +149,7 @@ def test_jumps_are_only_at_borders_and_at_each_equally_often():
     counts = [seen.count([border]) for border in (7, 21, 50)]
     assert sum(counts) == sum(map(bool, seen)) and min(counts) > 240
     last = [int(window.position_ids[-1]) for window in windows]
-    assert max(last) == 511 and min(last) < 80
+    assert max(last) > 500 and min(last) < 80
 
 
 def test_exact_positions():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
-from pose_plugin.positions import Draws, Rows, draw_windows, make_sampler
+from pose_plugin.positions import draw_windows
 from pose_plugin.positions.sentence_borders import SentenceBorders
 from pose_plugin.utils.errors import PoSEError
+from tests.positions.test_samplers import sample, stacked
 
 
 class Spelled:
@@ -85,13 +86,33 @@ def test_every_sentence_moves_and_the_first_stays():
 
 
 def test_skips_are_all_sequences_alike():
-    rows = Rows(np.full(9000, 6), np.full(9000, 8), [np.array([2, 4])] * 9000)
-    drawn = make_sampler(settings())(rows, Draws(np.random.default_rng(0), 9000))
-    assert (drawn.lengths == [2, 2, 2]).all()
+    lengths, skips = stacked(sample(9000, window=6, target=8, sampler="sentences", borders=np.array([2, 4])))
+    assert (lengths == [2, 2, 2]).all()
     sequences = list(itertools.combinations_with_replacement(range(3), 2))
     for first, second in sequences:
-        share = ((drawn.skips[:, 1] == first) & (drawn.skips[:, 2] == second)).mean()
+        share = ((skips[:, 1] == first) & (skips[:, 2] == second)).mean()
         assert abs(share - 1 / len(sequences)) < 0.02
+
+
+@pytest.mark.parametrize("content", ["contiguous", "window"])
+def test_a_window_without_a_border_is_cut_anywhere_and_counted_so(content):
+    """The only border of the document is behind its window, or may be before it."""
+    document = np.arange(1000, 1100)
+    for epoch in range(40):
+        (window,) = draw_windows([document], settings(content=content), epoch, [np.array([90])])
+        begin = int(window.content[0])
+        inside = begin < 90 < begin + 64
+        assert window.borders == (1 if inside else None)
+        jumps = (np.flatnonzero(np.diff(window.position_ids) > 1) + 1 + begin).tolist()
+        assert jumps in ([], [90]) if inside else len(jumps) <= 1
+
+
+def test_borders_that_do_not_increase():
+    for wrong in ([20, 9], [9, 9]):
+        with pytest.raises(ValueError, match="must increase"):
+            draw_windows([np.arange(60)], settings(), 0, [np.array(wrong)])
+    with pytest.raises(ValueError):
+        draw_windows([np.arange(60)], settings(), 0, [])
 
 
 def test_a_window_from_anywhere_keeps_its_own_borders():

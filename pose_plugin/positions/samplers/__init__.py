@@ -14,7 +14,7 @@ Which distances each one trains (`coverage` measures it for any settings):
 
 from __future__ import annotations
 
-from pose_plugin.positions.samplers.base import BorderFinder, Borders, Rows, Sampler
+from pose_plugin.positions.samplers.base import BorderFinder, Borders, Row, Sampler
 from pose_plugin.positions.samplers.clamped import Clamped
 from pose_plugin.positions.samplers.cream import Cream
 from pose_plugin.positions.samplers.plain import Plain
@@ -49,7 +49,7 @@ __all__ = [
     "SAMPLERS",
     "BorderFinder",
     "Borders",
-    "Rows",
+    "Row",
     "Sampler",
     "all_options",
     "make_sampler",

@@ -5,31 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
 
-# One entry per row: sorted indices in the window at which a chunk may begin. An empty array leaves the row plain; None
-# means that the row shows no borders at all, and it may be cut anywhere.
+# One entry per document: increasing indices at which a chunk may begin, or None if it shows no borders at all.
 Borders = Sequence["np.ndarray | None"]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a batch, as a sampler sees them.
+class Row(NamedTuple):
+    """One row, as a sampler sees it.
 
     Attributes:
-        windows: n, the tokens of each row, shape (rows,), int64.
-        targets: positions available to each row, at least n, shape (rows,), int64.
-        borders: where rows may be cut; only samplers with a `border_finder` get and read them.
+        window: n, its tokens, at least 1.
+        target: positions available to it, at least n.
+        borders: where it may be cut, increasing indices of 1…n−1, shape (borders,); None: anywhere. Only samplers with
+            a `border_finder` get and read them.
     """
 
-    windows: np.ndarray
-    targets: np.ndarray
-    borders: Borders | None = None
+    window: int
+    target: int
+    borders: np.ndarray | None = None
 
 
 class BorderFinder(Protocol):
@@ -50,7 +49,7 @@ class BorderFinder(Protocol):
 
 @dataclass(frozen=True)
 class Sampler(ABC):
-    """Decides how each window is cut into chunks and how far each chunk is moved.
+    """Decides how a window is cut into chunks and how far each chunk is moved.
 
     A new sampler is one frozen dataclass in its own file and one entry in `SAMPLERS` (samplers/__init__.py). Its fields
     are the settings that it reads, by their names in the `pose:` block; `chunks` and `variant` raise an error with a
@@ -64,17 +63,16 @@ class Sampler(ABC):
             def most_chunks(self, window: int, borders: int = 0) -> int:
                 return 2
 
-            def __call__(self, rows: Rows, draws: Draws) -> Layout:
-                half = rows.windows // 2
-                lengths = np.stack([half, rows.windows - half], axis=1)
-                skips = np.stack([np.zeros_like(half), rows.targets - rows.windows], axis=1)
-                return Layout(lengths, skips)
+            def __call__(self, row: Row, draws: Draws) -> Layout:
+                half = row.window // 2
+                return Layout([half, row.window - half], [0, row.target - row.window])
 
     Attributes:
         name: the value of `sampler:` that selects it.
         skips: False if it keeps plain positions 0…n−1.
         border_finder: finds where jumps are allowed; None for samplers that cut anywhere.
         needs_chats: borders are read from the loss mask of chats. A data set without a single border raises an error.
+        plain_without_borders: True if a window without a border stays plain, False if it is cut anywhere.
         refused_contents: values of `content:` that it cannot work with, and why.
     """
 
@@ -82,6 +80,7 @@ class Sampler(ABC):
     skips: ClassVar[bool] = True
     border_finder: ClassVar[type[BorderFinder] | None] = None
     needs_chats: ClassVar[bool] = False
+    plain_without_borders: ClassVar[bool] = False
     refused_contents: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -103,13 +102,5 @@ class Sampler(ABC):
         return window
 
     @abstractmethod
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        """Lay out a batch of rows; the last position of each row is below its target.
-
-        A row's layout must not depend on the other rows of the batch: draw as many numbers for each row, regardless
-        of the others.
-
-        Args:
-            rows: lengths, targets and borders.
-            draws: randomness, one independent stream per row.
-        """
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        """Lay out a row; its last position is below its target."""

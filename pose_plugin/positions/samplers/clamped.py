@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from pose_plugin.positions.draws import Draws, integers
+from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows
+from pose_plugin.positions.samplers.base import Row
 from pose_plugin.positions.samplers.chunks import chunk_lengths
 from pose_plugin.positions.samplers.pose import Pose
 
@@ -22,14 +20,8 @@ class Clamped(Pose):
 
     name = "clamped"
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        lengths = chunk_lengths(rows, draws, self.chunks, self.variant)
-        uniform = draws.uniform(self.chunks)[:, : lengths.shape[1]]
-        free = (rows.targets - rows.windows)[:, None]
-        wide = integers(uniform, -rows.windows[:, None], rows.targets[:, None])
-        skips = np.clip(wide, 0, free)
-        if lengths.shape[1] > 2:
-            # Keeps the chunks in order. With two, only the second one is moved, so there is nothing to sort.
-            skips = np.sort(skips, axis=1)
-        skips[:, 0] = 0
-        return Layout(lengths, skips)
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        lengths = chunk_lengths(row.window, draws, self.chunks, self.variant)
+        wide = [draws.integer(-row.window, row.target) for _ in lengths[1:]]
+        free = row.target - row.window
+        return Layout(lengths, [0, *sorted(min(max(skip, 0), free) for skip in wide)])

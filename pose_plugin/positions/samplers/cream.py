@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 from statistics import NormalDist
 
-import numpy as np
-
-from pose_plugin.positions.draws import Draws, integers
+from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows, Sampler
+from pose_plugin.positions.samplers.base import Row, Sampler
 
 # Standard deviation of the Gaussian, in trained windows (the paper's σ).
 SIGMA = 3.0
@@ -34,23 +33,19 @@ class Cream(Sampler):
     def most_chunks(self, window: int, borders: int = 0) -> int:
         return 3
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        windows, targets = rows.windows, rows.targets
-        uniform = draws.uniform(3)
-        third = windows // 3
-        short = np.minimum(4 * (targets // np.maximum(windows, 1)), third)
-        ends = np.where(uniform[:, 0] < 0.5, third, short)
-        middle = windows - 2 * ends
-        stretch = targets / np.maximum(windows, 1)
-        alpha = np.array([_truncated(u, float(s)) for u, s in zip(uniform[:, 1], stretch, strict=True)])
-        low = np.floor(ends + (middle - 1) * alpha).astype(np.int64)
-        high = np.maximum(np.floor(alpha * windows).astype(np.int64) - ends - 1, low)
-        free = targets - windows
-        skip = np.clip(integers(uniform[:, 2], low, high) - (ends + middle - 1), 0, free)
-        apart = ends > 0
-        lengths = np.stack([np.where(apart, ends, windows), np.where(apart, middle, 0), ends], axis=1)
-        skips = np.stack([np.zeros_like(skip), np.where(apart, skip, 0), np.where(apart, free, 0)], axis=1)
-        return Layout(lengths, skips)
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        window, free = row.window, row.target - row.window
+        ends = window // 3
+        if draws.uniform() >= 0.5:
+            ends = min(4 * (row.target // window), ends)
+        if not ends:
+            return Layout([window], [0])
+        middle = window - 2 * ends
+        alpha = _truncated(draws.uniform(), row.target / window)
+        low = floor(ends + (middle - 1) * alpha)
+        last = draws.integer(low, max(floor(alpha * window) - ends - 1, low))
+        skip = min(max(last - (ends + middle - 1), 0), free)
+        return Layout([ends, middle, ends], [0, skip, free])
 
 
 def _truncated(uniform: float, stretch: float) -> float:

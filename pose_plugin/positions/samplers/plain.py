@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows, Sampler
+from pose_plugin.positions.samplers.base import Row, Sampler
 from pose_plugin.positions.samplers.chunks import SEVERAL_CHUNKS_REFUSED
 
 
@@ -23,5 +21,5 @@ class Plain(Sampler):
     def most_chunks(self, window: int, borders: int = 0) -> int:
         return 1
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        return Layout(rows.windows[:, None], np.zeros((len(rows.windows), 1), dtype=np.int64))
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        return Layout([row.window], [0])

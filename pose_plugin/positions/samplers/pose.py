@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows, Sampler
-from pose_plugin.positions.samplers.chunks import chunk_lengths, growing_skips
+from pose_plugin.positions.samplers.base import Row, Sampler
+from pose_plugin.positions.samplers.chunks import chunk_lengths, growing
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,6 @@ class Pose(Sampler):
     def most_chunks(self, window: int, borders: int = 0) -> int:
         return min(self.chunks, window)
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        lengths = chunk_lengths(rows, draws, self.chunks, self.variant)
-        return growing_skips(lengths, rows, draws, self.chunks)
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        lengths = chunk_lengths(row.window, draws, self.chunks, self.variant)
+        return Layout(lengths, growing(len(lengths), row.target - row.window, draws))

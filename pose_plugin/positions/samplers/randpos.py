@@ -8,7 +8,7 @@ import numpy as np
 
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows, Sampler
+from pose_plugin.positions.samplers.base import Row, Sampler
 from pose_plugin.positions.samplers.chunks import SEVERAL_CHUNKS_REFUSED
 
 
@@ -22,12 +22,6 @@ class RandPos(Sampler):
     def most_chunks(self, window: int, borders: int = 0) -> int:
         return window
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        width = int(rows.windows.max(initial=0))
-        lengths = (np.arange(width)[None, :] < rows.windows[:, None]).astype(np.int64)
-        skips = np.zeros_like(lengths)
-        for row, (window, target) in enumerate(zip(rows.windows, rows.targets, strict=True)):
-            skips[row, :window] = draws.subset(row, int(window), int(target)) - np.arange(window)
-            # Chunks that a shorter row does not have repeat its last skip, so that skips never decrease.
-            skips[row, window:] = skips[row, window - 1] if window else 0
-        return Layout(lengths, skips)
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        skips = draws.subset(row.window, row.target) - np.arange(row.window)
+        return Layout(np.ones_like(skips), skips)

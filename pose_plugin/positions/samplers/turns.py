@@ -8,8 +8,9 @@ import numpy as np
 
 from pose_plugin.positions.draws import Draws
 from pose_plugin.positions.layout import Layout
-from pose_plugin.positions.samplers.base import Rows, Sampler
-from pose_plugin.positions.samplers.chunks import chunk_lengths, growing_skips
+from pose_plugin.positions.samplers.base import Row, Sampler
+from pose_plugin.positions.samplers.chunks import growing
+from pose_plugin.positions.samplers.pose import Pose
 from pose_plugin.positions.turn_borders import TurnBorders
 
 # About the turns of a training window of chats.
@@ -18,9 +19,10 @@ _USUAL_TURNS = 8
 
 @dataclass(frozen=True)
 class Turns(Sampler):
-    """Cuts at N − 1 of a row's borders, every choice equally likely, with skips as in `pose`.
+    """Cuts at N − 1 of a window's borders, every choice equally likely, with skips as in `pose`.
 
-    A row with fewer borders has fewer jumps. A row that shows no turns (raw text among chats) is cut as by `pose`.
+    A window with fewer borders has fewer jumps, and one without borders has none. A row that shows no turns (raw text
+    among chats) is cut as by `pose`.
 
     Attributes:
         chunks: N.
@@ -31,6 +33,7 @@ class Turns(Sampler):
     name = "turns"
     border_finder = TurnBorders
     needs_chats = True
+    plain_without_borders = True
     refused_contents = dict.fromkeys(
         ("window", "skip", "aligned"),
         "it leaves parts of a document out, and a chat without its beginning or middle is another chat",
@@ -42,20 +45,10 @@ class Turns(Sampler):
     def usual_spacing(self, window: int) -> int:
         return max(window // _USUAL_TURNS, 1)
 
-    def __call__(self, rows: Rows, draws: Draws) -> Layout:
-        anywhere = chunk_lengths(rows, draws, self.chunks)
-        lengths = np.zeros((len(rows.windows), self.chunks), dtype=np.int64)
-        lengths[:, : anywhere.shape[1]] = anywhere
-        for row, offered in enumerate(rows.borders or ()):
-            if offered is not None:
-                parts = self._parts(int(rows.windows[row]), offered, row, draws)
-                lengths[row] = 0
-                lengths[row, : len(parts)] = parts
-        return growing_skips(lengths, rows, draws, self.chunks)
-
-    def _parts(self, window: int, offered: np.ndarray, row: int, draws: Draws) -> np.ndarray:
-        """Return the lengths of one row's chunks, shape (chunks of this row,)."""
-        inside = offered[(offered > 0) & (offered < window)]
-        count = min(self.chunks - 1, len(inside))
-        chosen = inside[draws.subset(row, count, len(inside))] if count else inside[:0]
-        return np.diff(chosen, prepend=0, append=window)
+    def __call__(self, row: Row, draws: Draws) -> Layout:
+        if row.borders is None:
+            return Pose(self.chunks)(row, draws)
+        jumps = min(self.chunks - 1, len(row.borders))
+        chosen = row.borders[draws.subset(jumps, len(row.borders))] if jumps else []
+        lengths = np.diff(chosen, prepend=0, append=row.window)
+        return Layout(lengths, growing(len(lengths), row.target - row.window, draws))
