@@ -3,6 +3,7 @@
 - Axolotl 0.19 and 0.20 split a plugin's name at its last dot, so `plugins: [pose_plugin]` would be a ValueError. 0.21
   finds the plugin by its own entry point and is left alone.
 - A `pose:` block without the plugin is an error; Axolotl would drop it silently.
+- `axolotl train config.yaml --pose.target_length 4096` overrides a key; Axolotl would drop it silently too.
 - Axolotl's merge-lora keeps the extension if its YAML lacks the `pose:` block.
 - PEFT loads Beacon adapters by their saved type, and warns if an adapter with an extension is put on a plain base.
 
@@ -37,6 +38,26 @@ def _accept_bare_name(base: ModuleType) -> None:
     base.load_plugin = load  # type: ignore[attr-defined]
 
 
+def _pass_overrides_on(plugins: ModuleType) -> None:
+    """axolotl.cli.plugins: let commands pass options such as `--pose.target_length 4096` on to the config.
+
+    `axolotl.cli.main`, which defines the commands, imports torch and thereby this hook while it is executed itself.
+    """
+    owner = plugins.PluginCommandGroup
+    original = owner.get_command
+    if getattr(original, "_pose_plugin", False):
+        return
+
+    @functools.wraps(original)
+    def get_command(group: Any, context: Any, name: str) -> Any:
+        from pose_plugin.frameworks.axolotl_overrides import pass_overrides_on
+
+        return pass_overrides_on(original(group, context, name))
+
+    get_command._pose_plugin = True  # type: ignore[attr-defined]
+    owner.get_command = get_command
+
+
 def _notice_forgotten_line(config: ModuleType) -> None:
     """axolotl.utils.config: raise for a `pose:` block without the plugin."""
     if getattr(config.validate_config, "_pose_plugin", False):
@@ -45,7 +66,8 @@ def _notice_forgotten_line(config: ModuleType) -> None:
 
     @functools.wraps(validate_config)
     def validate(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        if cfg.get("pose") is not None and not any(str(p).startswith(_NAME) for p in cfg.get("plugins") or []):
+        asked = cfg.get("pose") is not None or any(str(key).startswith("pose.") for key in cfg)
+        if asked and not any(str(p).startswith(_NAME) for p in cfg.get("plugins") or []):
             from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 
             raise PoSEError(FORGOTTEN_LINE)
@@ -128,6 +150,7 @@ def _knowing_beacons(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "axolotl.integrations.base": _accept_bare_name,
     "axolotl.cli.merge_lora": _complete_merges,
+    "axolotl.cli.plugins": _pass_overrides_on,
     "axolotl.utils.config": _notice_forgotten_line,
     "peft.config": _make_beacons_known,
     "peft.peft_model": _notice_plain_bases,

@@ -22,6 +22,11 @@ OLD_CONFIG = """
 def validate_config(cfg, capabilities=None):
     return cfg
 """
+OLD_PLUGINS = """
+class PluginCommandGroup:
+    def get_command(self, context, name):
+        return name
+"""
 OLD_MERGE = """
 def do_merge_lora(*, cfg):
     return cfg
@@ -39,6 +44,7 @@ def fake_axolotl(folder: Path, base: str = OLD_BASE, config: str = OLD_CONFIG) -
         "axolotl/utils/config/__init__.py": config,
         "axolotl/cli/__init__.py": "",
         "axolotl/cli/merge_lora.py": OLD_MERGE,
+        "axolotl/cli/plugins.py": OLD_PLUGINS,
     }.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +87,7 @@ from axolotl.integrations.base import load_plugin
 print(len({WAITING}))
 from axolotl.utils.config import validate_config
 from axolotl.cli.merge_lora import do_merge_lora
+from axolotl.cli.plugins import PluginCommandGroup
 print(len({WAITING}), do_merge_lora.__wrapped__.__name__)
 print(load_plugin("pose_plugin"), load_plugin("some.other.Plugin"))
 import axolotl.integrations.base as base
@@ -116,7 +123,7 @@ print(load_plugin("pose_plugin"))
 def test_modules_that_are_imported_already(tmp_path):
     out = good(
         f"""
-import axolotl.integrations.base as base, axolotl.utils.config, axolotl.cli.merge_lora
+import axolotl.integrations.base as base, axolotl.utils.config, axolotl.cli.merge_lora, axolotl.cli.plugins
 from pose_plugin_hook import install
 install(); install()
 print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.__wrapped__, "__wrapped__"))

@@ -19,6 +19,7 @@ from typing import Any
 # The modules that `pose_plugin._autoload.PATCHES` has a function for.
 WAITING = (
     "axolotl.cli.merge_lora",
+    "axolotl.cli.plugins",
     "axolotl.integrations.base",
     "axolotl.utils.config",
     "peft.config",

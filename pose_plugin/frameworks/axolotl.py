@@ -19,7 +19,14 @@ from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.frameworks import axolotl_beacon as beacon
+from pose_plugin.frameworks.axolotl_machine import (
+    end_without_network,
+    place_on_cpu,
+    prepare_cpu_ranks,
+    turn_gpu_kernels_off,
+)
 from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge
+from pose_plugin.frameworks.axolotl_overrides import apply_overrides
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.rope.live import builds_text_alone
 from pose_plugin.rope.read import text_config
@@ -76,7 +83,12 @@ class PosePlugin(BasePlugin):
         if not self._is_live():
             return
         show_log()
+        end_without_network()
+        apply_overrides(cfg)
         beacon.prepare(cfg)
+        if cfg.get("pose") is not None or beacon.is_beacon(cfg):
+            turn_gpu_kernels_off(cfg)
+            prepare_cpu_ranks(cfg)
         listed = any(str(name).startswith(_BARE) for name in cfg.get("plugins") or [])
         if cfg.get("pose") is None:
             if listed and not beacon.is_beacon(cfg):
@@ -96,6 +108,11 @@ class PosePlugin(BasePlugin):
 
     def get_input_args(self) -> str | None:
         return f"{PoSEArgs.__module__}.{PoSEArgs.__qualname__}" if self._is_live() else None
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        # The first hook after Axolotl has chosen devices. Returning None leaves the data to Axolotl.
+        if self._active(cfg) or (beacon.is_beacon(cfg) and self._is_live()):
+            place_on_cpu(cfg)
 
     def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
         return [AdapterCapabilities(name=beacon.ADAPTER)] if self._is_live() else []
@@ -217,6 +234,9 @@ def _warn_of_likely_mistakes(cfg: Any, settings: PoSESettings) -> None:
     window, row = settings.train_length, cfg.get("sequence_len")
     shorter = bool(window and row and window < row)
     evaluates = cfg.get("test_datasets") or cfg.get("val_set_size")
+    # Axolotl cuts rows that it splits off the training data to sequence_len.
+    judged_key = "eval_sequence_len" if cfg.get("test_datasets") and cfg.get("eval_sequence_len") else "sequence_len"
+    judged = cfg.get(judged_key)
     fsdp, saved = cfg.get("fsdp_config") or cfg.get("fsdp_version"), cfg.get("lora_modules_to_save")
     warnings = [
         (
@@ -235,8 +255,8 @@ def _warn_of_likely_mistakes(cfg: Any, settings: PoSESettings) -> None:
             f"pose.train_length={window}, so rows become shorter and differ in length. Set sample_packing: false",
         ),
         (
-            evaluates and row and row > settings.target_length,
-            f"evaluation rows of up to sequence_len={row} tokens are longer than pose.target_length="
+            evaluates and judged and judged > settings.target_length,
+            f"evaluation rows of up to {judged_key}={judged} tokens are longer than pose.target_length="
             f"{settings.target_length}. Use shorter rows in test_datasets, or raise the target",
         ),
     ]
@@ -244,7 +264,7 @@ def _warn_of_likely_mistakes(cfg: Any, settings: PoSESettings) -> None:
         if applies:
             log.warning(text)
     if evaluates:
-        log.info("evaluation runs on plain positions, rows of up to sequence_len=%s tokens", row)
+        log.info("evaluation runs on plain positions, rows of up to %s=%s tokens", judged_key, judged)
 
 
 def _override_rope(cfg: Any, settings: PoSESettings) -> None:

@@ -73,9 +73,6 @@ LORA = {
     "lora_alpha": 8,
     "lora_dropout": 0.1,
     "lora_target_linear": True,
-    "lora_mlp_kernel": False,
-    "lora_qkv_kernel": False,
-    "lora_o_kernel": False,
 }
 
 

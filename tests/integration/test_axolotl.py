@@ -706,6 +706,13 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
         ),
         (
             {
+                "eval_sequence_len": 1024,
+                "test_datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "completion", "split": "train"}],
+            },
+            ["eval_sequence_len=1024", "pose.target_length=512"],
+        ),
+        (
+            {
                 **LORA,
                 "lora_modules_to_save": ["embed_tokens"],
                 "fsdp_version": 2,
@@ -714,7 +721,7 @@ def test_a_sliding_window_shorter_than_the_target_is_warned_about(runs):
             ["lora_modules_to_save=['embed_tokens'] under FSDP2", "KeyError"],
         ),
     ],
-    ids=["tails are not read", "evaluation beyond the target", "whole modules under FSDP2"],
+    ids=["tails are not read", "evaluation beyond the target", "longer rows for evaluation", "modules under FSDP2"],
 )
 def test_what_is_likely_a_mistake_is_warned_about(runs, changes, words):
     output = forked(load_cfg, runs.yaml("warned", **changes)).output

@@ -15,7 +15,8 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 import yaml
 
-from tests.forked import LIMIT
+from pose_plugin.utils.errors import PoSEError
+from tests.forked import LIMIT, forked
 from tests.integration.axolotl_runs import LORA, base_yaml
 
 pytestmark = pytest.mark.axolotl
@@ -100,13 +101,20 @@ def test_preprocess_train_merge(home):
     assert f"{out / 'merged'}: passed" in good(home, "pose-plugin", "check", str(out / "merged"))
 
 
+# The YAML's target is 512; the command line raises it, in both ways to write an option.
+OVERRIDES = ["--pose.target_length", "1024", "--pose.rope.type=yarn"]
+
+
 def test_one_process_and_two_draw_the_same(home):
-    """One process trains an epoch; what two ranks see of it stands at the same positions."""
+    """One process trains an epoch; what two ranks on the CPU see of it has the same positions.
+
+    The options of both commands override the YAML: one through accelerate's launcher, one through Axolotl's.
+    """
     one, two = home / "one.record", home / "two.record"
     config = write(home, "one", max_steps=12)
     output = good(
         home, "accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "axolotl.cli.train", str(config),
+        "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "axolotl.cli.train", str(config), *OVERRIDES,
         POSE_TEST_RECORD=str(one),
     )  # fmt: skip
     assert output.count("[pose_plugin] self-test passed") == 1
@@ -115,27 +123,123 @@ def test_one_process_and_two_draw_the_same(home):
 
     config = write(home, "two", micro_batch_size=1)
     output = good(
-        home, "axolotl", "train", str(config), "--launcher", "torchrun",
+        home, "axolotl", "train", str(config), *OVERRIDES, "--launcher", "torchrun",
         "--", "--nproc_per_node=2", "--standalone",
-        POSE_TEST_RECORD=str(two), ACCELERATE_USE_CPU="true",
+        POSE_TEST_RECORD=str(two),
     )  # fmt: skip
-    # Said once, though both ranks take part.
+    # Logged once, though both ranks take part.
     assert output.count("[pose_plugin] self-test passed") == 1
     ranks = [recorded(Path(f"{two}.{rank}")) for rank in (0, 1)]
     assert all(len(rank) == 2 for rank in ranks)
     assert not ranks[0].keys() & ranks[1].keys()
     assert (ranks[0] | ranks[1]).items() <= alone.items()
-    out = home / "two" / "out"
-    assert json.loads((out / "pose.json").read_text())["target_length"] == 512
-    assert json.loads((out / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
+    assert max(positions[-1] for positions in alone.values()) > 512
+    for name in ("one", "two"):
+        out = home / name / "out"
+        assert json.loads((out / "pose.json").read_text())["target_length"] == 1024
+        rope = json.loads((out / "config.json").read_text())["rope_scaling"]
+        assert (rope["rope_type"], rope["factor"]) == ("yarn", 16.0)
+
+
+# What an option means, however Axolotl and python-fire hand it over.
+PASSED_ON = {
+    "a number": (["--pose.target_length", "1024"], {"target_length": 1024, "rope": "linear"}),
+    "python-fire's dashes": (["--pose.target-length=1024"], {"target_length": 1024, "rope": "linear"}),
+    "nested": (
+        ["--pose.rope.type", "base", "--pose.rope.theta", "2.0e8"],
+        {"target_length": 512, "rope": {"type": "base", "theta": 2.0e8}},
+    ),
+    "a block": (["--pose", "{target_length: 1024, self_test: no}"], {"target_length": 1024, "self_test": False}),
+    "a switch": (["--pose.mask_seam", "no"], {"target_length": 512, "rope": "linear", "mask_seam": False}),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_options_reach_the_block(home, name):
+    """By Axolotl's command in this process, and by the process that its launcher starts."""
+    options, block = PASSED_ON[name]
+    config = str(write(home, "options"))
+    assert forked(by_the_command, config, options).value == block
+    if name != "a block":
+        # What `accelerate launch -m axolotl.cli.train` makes of the options.
+        assert forked(by_fire, config, options).value == block
+
+
+def by_the_command(config, options):
+    from axolotl.cli import config as module
+    from axolotl.cli import main
+
+    found = {}
+    main.launch_training = lambda *given: found.update(options=given[3], rest=given[4])
+    main.cli.main(["train", config, *options, "--launcher", "torchrun", "--", "--nnodes=2"], standalone_mode=False)
+    assert found["rest"] == ["--nnodes=2"]
+    return plain_block(module, config, found["options"])
+
+
+def by_fire(config, options):
+    import fire
+    from axolotl.cli import config as module
+
+    return plain_block(module, config, fire.Fire(lambda **given: given, options))
+
+
+def plain_block(module, config, options):
+    """Return the `pose:` block that the plugin reads."""
+    from pose_plugin.frameworks.axolotl import _plain
+
+    module.validate_config = stop = StopHere()
+    try:
+        module.load_cfg(config, **options)
+    except StopIteration:
+        return _plain(stop.cfg["pose"])
+
+
+class StopHere:
+    """In place of Axolotl's validation, which comes right after the plugins."""
+
+    def __call__(self, cfg, **kwargs):
+        self.cfg = cfg
+        raise StopIteration
+
+
+@pytest.mark.parametrize("options", [["--pose.target_length"], ["--pose.target_length", "--debug"]])
+def test_an_option_without_a_value_is_refused(options):
+    click = pytest.importorskip("click")
+    from pose_plugin.frameworks.axolotl_overrides import _split
+
+    with pytest.raises(click.UsageError, match=r"--pose\.target_length"):
+        _split(options)
+
+
+def test_an_option_is_refused_if_the_hook_is_off(monkeypatch):
+    from axolotl.cli import plugins
+
+    from pose_plugin.frameworks.axolotl_overrides import apply_overrides
+
+    monkeypatch.setattr(plugins.PluginCommandGroup, "get_command", plugins.PluginCommandGroup.resolve_command)
+    monkeypatch.setattr("sys.argv", ["axolotl", "train", "config.yaml", "--pose.target_length=1024"])
+    with pytest.raises(PoSEError, match=r"--pose\.target_length=1024"):
+        apply_overrides({"pose": {"target_length": 512}})
+
+
+def test_a_beacon_option_reaches_its_block():
+    from pose_plugin.frameworks.axolotl_overrides import apply_overrides
+
+    cfg = {"beacon": {"interval": 1024}, "beacon.interval": "64", "beacon.ratios": "[2, 4]", "sequence_len": 64}
+    apply_overrides(cfg)
+    assert cfg == {"beacon": {"interval": 64, "ratios": [2, 4]}, "sequence_len": 64}
 
 
 def test_a_refusal_is_the_last_thing_on_the_screen(home):
-    """One sentence at the end, whatever Axolotl prints before it, and no file written."""
-    config = write(home, "refused", pose={"target_len": 512})
-    done = command(home, "axolotl", "train", str(config), "--launcher", "python")
+    """One sentence at the end, no file written, and no waiting for a network that never answers."""
+    config = write(home, "refused", plugins=["tests.integration.recorder.NoNetwork", "pose_plugin"])
+    done = command(
+        home, "axolotl", "train", str(config), "--launcher", "python", "--pose.target_len", "1024",
+        AXOLOTL_DO_NOT_TRACK="0", DO_NOT_TRACK="0",
+    )  # fmt: skip
     assert done.returncode != 0
-    lines = done.stderr.rstrip().splitlines()[-2:]
-    assert lines[0].startswith("pose_plugin.utils.errors.PoSEError: pose.target_length is missing")
-    assert lines[1].startswith("pose.target_len=512 is not a known key. Known keys: target_length, train_length")
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith(
+        "pose_plugin.utils.errors.PoSEError: pose.target_len=1024 is not a known key. Known keys: target_length"
+    )
     assert not (home / "refused").exists()
