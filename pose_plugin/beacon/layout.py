@@ -62,7 +62,7 @@ class Pass:
     @cached_property
     def raw(self) -> int:
         """n, raw tokens of this pass."""
-        return sum(row == RAW for row in self.rows)
+        return self.rows.count(RAW)
 
     @cached_property
     def beacons(self) -> int:
@@ -97,7 +97,7 @@ def lay_out(
     if not scheme.interleaved:
         beacons = tuple(range(1, scheme.interval // ratio + 1)) if closing else ()
         return Pass(memory, tail, (RAW,) * tokens + beacons, scheme, ratio, closing)
-    seen = sum(row == RAW for row in tail)
+    seen = tail.count(RAW)
     done = len(tail) - seen  # beacons of this interval that are cached
     rows: list[int] = []
     for index in range(seen, seen + tokens):
@@ -119,7 +119,7 @@ def positions(given: Pass) -> list[int]:
     if given.scheme.interleaved:
         start = given.memory + len(given.tail)
         return list(range(start, start + len(given.rows)))
-    raw = sum(row == RAW for row in given.tail)
+    raw = given.tail.count(RAW)
     result = []
     for row in given.rows:
         if row == RAW:
