@@ -253,12 +253,13 @@ class BeaconCache(PlainCache):
 
     # Passes.
 
-    def view(self, given: Pass, keep_pieces: int | None = None) -> IntervalView:
+    def view(self, given: Pass, keep_pieces: int | None = None, last_layer: int | None = None) -> IntervalView:
         """Return the keys and values that one pass sees.
 
         Args:
             given: the pass.
             keep_pieces: how many of the last pieces keep their gradient; None for all.
+            last_layer: the model's last layer, if its output is not wanted.
         """
         cut = 0 if keep_pieces is None else max(0, len(self.pieces) - keep_pieces)
         past = []
@@ -266,7 +267,7 @@ class BeaconCache(PlainCache):
             parts = [piece[layer] for piece in self.pieces]
             parts = [(k.detach(), v.detach()) if at < cut else (k, v) for at, (k, v) in enumerate(parts)]
             past.append(parts + ([self.open[layer]] if self.open else []))
-        return IntervalView(given, past)
+        return IntervalView(given, past, last_layer)
 
     def extend(self, given: Pass, written: dict[int, KeysValues]) -> None:
         """Add the rows of a pass to the open interval.

@@ -215,15 +215,7 @@ class Reading:
             PoSEError: the text does not fit the window, or cannot be condensed correctly (see `checks`). The cache is
                 then as it was before.
         """
-        named = kwargs.pop("cache", None)
-        if named is not None and self.cache_key != "cache":
-            raise checks.renamed()
-        cache = past_key_values if named is None else named
-        context = kwargs.pop("context", None)
-        if context is not None:
-            if cache is not None:
-                raise checks.two_caches()
-            cache = stream_of(context).copy()
+        cache = self._given_cache(past_key_values, kwargs.pop("cache", None), kwargs.pop("context", None))
         if self.disabled:
             own = ("ratio", "ratios", "headroom")
             settings = {key: value for key, value in kwargs.items() if key not in own}
@@ -242,6 +234,17 @@ class Reading:
         call = Call(text, attention_mask, position_ids, cache, labels, use_cache, kwargs, **options)
         with kept_on_error(cache):
             return self._read(call)
+
+    def _given_cache(self, past_key_values: Any, cache: Any, context: Any) -> Any:
+        """Return the cache to continue: given by either of transformers' names, or a copy of the context."""
+        if cache is not None and self.cache_key != "cache":
+            raise checks.renamed()
+        found = past_key_values if cache is None else cache
+        if context is None:
+            return found
+        if found is not None:
+            raise checks.two_caches()
+        return stream_of(context).copy()
 
     @property
     def _call(self) -> Any:

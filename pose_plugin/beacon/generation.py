@@ -183,7 +183,7 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, last: int) -> 
         given = list(ratios) if ratios is not None and first else None
         fixed = ratio if ratios is None or not ratios else list(ratios)[-1]
         first = False
-        text = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        text: Any = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         cache = kwargs.get(tuner.cache_key)
         left = last - text.shape[1] - (cache.tokens if isinstance(cache, BeaconCache) else 0)
         how = {"ratio": None if given is not None else fixed, "ratios": given, "headroom": max(0, left)}

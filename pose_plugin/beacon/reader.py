@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
 from pose_plugin.beacon.ratios import intervals
 from pose_plugin.beacon.rope import rotate
+from pose_plugin.beacon.views import Enough
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -87,6 +89,15 @@ class Reader:
             at += count
         return result
 
+    @cached_property
+    def last_layer(self) -> int | None:
+        """The layer after which a pass without outputs ends; None if all passes must be complete."""
+        config = self.tuner.model.config.get_text_config()
+        hidden = self.extra.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        # accelerate moves weights to the device and back in hooks around the layers' forwards.
+        hooked = any(hasattr(module, "_hf_hook") for module in self.tuner.model.modules())
+        return None if hidden or hooked else int(config.num_hidden_layers) - 1
+
     def _whole(self, text: torch.Tensor) -> torch.Tensor:
         """Return a raw stream's text and what follows: ids, or embeddings if one of them is embeddings."""
         if self.cache.text is None:
@@ -98,10 +109,12 @@ class Reader:
 
     def _pass(self, given: Pass, text: torch.Tensor, wanted: int, result: Outcome) -> None:
         tuner, device = self.tuner, text.device
-        view = self.cache.view(given, tuner.active_config.gradient_intervals)
+        last = self.last_layer if not wanted and not torch.is_grad_enabled() else None
+        view = self.cache.view(given, tuner.active_config.gradient_intervals, last)
         raw = [at for at, row in enumerate(given.rows) if row == RAW]
         kept = raw[len(raw) - wanted :]
         slices = "logits_to_keep" in tuner.accepts
+        output: Any = None
         # The hooks on the attention modules set it again from the view; the embedding has no such hook.
         tuner.router.given = given
         try:
@@ -111,6 +124,8 @@ class Reader:
                 index = torch.tensor(kept, dtype=torch.long, device=device)
                 inputs["logits_to_keep"] = 0 if len(kept) == len(given.rows) else index
             output = self.call(**{tuner.cache_key: view}, use_cache=False, return_dict=True, **self.extra, **inputs)
+        except Enough:
+            pass
         finally:
             tuner.router.given = None
         written = view.seal()
@@ -122,7 +137,7 @@ class Reader:
         self.cache.extend(given, written)
         if wanted:
             result.logits.append(output.logits if slices else output.logits[:, kept])
-        if output.hidden_states is not None and raw:
+        if output is not None and output.hidden_states is not None and raw:
             rows = torch.tensor(raw, device=device)
             result.hidden.append(tuple(layer.index_select(1, rows.to(layer.device)) for layer in output.hidden_states))
         if given.closing:

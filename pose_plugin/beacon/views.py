@@ -33,6 +33,10 @@ class PlainCache(Cache):
         return True
 
 
+class Enough(Exception):
+    """The last layer has written its keys and values, and nothing else of the pass is wanted."""
+
+
 class IntervalView(PlainCache):
     """The keys and values that one pass sees: the cache that the unmodified model gets.
 
@@ -40,10 +44,11 @@ class IntervalView(PlainCache):
     checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
     """
 
-    def __init__(self, given: Pass, past: list[list[KeysValues]]) -> None:
+    def __init__(self, given: Pass, past: list[list[KeysValues]], last_layer: int | None = None) -> None:
         super().__init__(layers=[])
         self.given = given
         self.past = past
+        self.last_layer = last_layer  # after which the pass may end; None if its outputs are wanted
         self.written: dict[int, KeysValues] = {}
         self.sealed = False
 
@@ -53,6 +58,10 @@ class IntervalView(PlainCache):
         """Return keys and values of memory, tail and this pass, each (batch, heads, rows, head size)."""
         if not self.sealed:
             self.written[layer_idx] = (key_states, value_states)
+        # Most intervals are read for their keys and values only. What the last layer makes of them, a third of the
+        # work in a model of three layers, would be thrown away. A compiled layer cannot be left like this.
+        if layer_idx == self.last_layer and not torch.compiler.is_compiling():
+            raise Enough
         # Joined here, layer by layer, because joining all layers when the view is made would double the memory. The
         # past may come from a file, with another dtype or device; this pass decides.
         past = self.past[layer_idx] if self.past else []

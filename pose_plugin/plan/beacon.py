@@ -93,8 +93,7 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         refused = str(error)
     adaptive = settings.ratio == ADAPT
     usable, headroom = (settings.ratios, settings.headroom) if adaptive else ([int(settings.ratio)], 0)
-    raw_then = adaptive and sizes.holds_raw(text + headroom)
-    if raw_then or (not condensed and not sizes.interleaved):
+    if (adaptive and sizes.holds_raw(text + headroom)) or not (condensed or sizes.interleaved):
         reading = 0
     else:
         with suppress(PoSEError):  # no ratio is large enough
