@@ -2,7 +2,7 @@
 
     model = peft.get_peft_model(base, BeaconConfig(interval=1024))      # train it like any PEFT adapter
     context = model.condense(document_ids)                              # read once
-    answer = model.generate(question_ids, cache=context)                # ask often
+    answer = model.generate(question_ids, context=context)                # ask often
     with condensing(model, ratio=8): …
 
 Importing this package registers the method with PEFT; import it before loading an adapter.
@@ -19,6 +19,7 @@ except ImportError as error:  # pragma: no cover - every environment of the test
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLayer, BeaconLinear
+from pose_plugin.beacon.leaving import save_cartridge
 from pose_plugin.beacon.model import BeaconModel, condensing
 from pose_plugin.beacon.register import find_tuner, register
 from pose_plugin.beacon.training import (
@@ -44,6 +45,7 @@ __all__ = [
     "find_tuner",
     "group_by_intervals",
     "interval_count",
+    "save_cartridge",
     "set_ratio_step",
 ]
 

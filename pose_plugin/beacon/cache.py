@@ -4,95 +4,28 @@
 - `get_seq_length` is the logical length, tokens seen, which `generate` counts with. The keys that are really cached are
   `len_memory + len_tail`.
 - While one pass runs, the unmodified model gets an `IntervalView` of the cache, not the cache itself.
-- `save` writes one safetensors file; any process that runs the same model and adapter can read it.
+- `save` writes one safetensors file; any process that runs the same model and adapter can read it (`files.py`).
+- `to_dynamic_cache` and `save_cartridge` give the memory to programs without this package (`leaving.py`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import Cache
+from transformers import DynamicCache
 
-from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.beacon import files, leaving
+from pose_plugin.beacon.layout import RAW, Pass, Scheme
 from pose_plugin.beacon.ratios import StreamState
+from pose_plugin.beacon.views import IntervalView, KeysValues, PlainCache, join
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import atomic_file
-
-FORMAT = "pose_plugin.beacon/1"
-
-KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 # The attributes of a BeaconCache that belong to the stream, not to how it is read.
-_COPIED = ("pieces", "open", "tail", "tokens", "ratios", "open_ratio", "signature", "adapter", "mark")
-
-
-class PlainCache(Cache):
-    """A cache that describes its layers as full attention, for transformers code that asks."""
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False]
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False]
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def __bool__(self) -> bool:
-        # `len` counts layers, so an empty cache would be false and be replaced where code says `cache or new`.
-        return True
-
-
-class IntervalView(PlainCache):
-    """The keys and values that one pass sees: the cache that the unmodified model gets.
-
-    Everything that a pass depends on is on this object, and writing twice is the same as writing once. So gradient
-    checkpointing, which runs a layer again in the backward pass, sees what the first run saw.
-    """
-
-    def __init__(self, given: Pass, past: list[list[KeysValues]]) -> None:
-        super().__init__(layers=[])
-        self.given = given
-        self.past = past
-        self.written: dict[int, KeysValues] = {}
-        self.sealed = False
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> KeysValues:
-        """Return keys and values of memory, tail and this pass, each (batch, heads, rows, head size)."""
-        if not self.sealed:
-            self.written[layer_idx] = (key_states, value_states)
-        # Joined here, layer by layer, because joining all layers when the view is made would double the memory. The
-        # past may come from a file, with another dtype or device; this pass decides.
-        past = self.past[layer_idx] if self.past else []
-        parts = [(k.to(key_states), v.to(value_states)) for k, v in past] + [(key_states, value_states)]
-        return join(keys for keys, _ in parts), join(values for _, values in parts)
-
-    def seal(self) -> dict[int, KeysValues]:
-        """End writing and return what was written. A later recomputation is read, not kept."""
-        self.sealed = True
-        written, self.written = self.written, {}
-        return written
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the cached rows of the window. Unlike BeaconCache, this counts rows that are there."""
-        return self.given.memory + len(self.given.tail)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
+_COPIED = ("pieces", "open", "tail", "tokens", "text", "ratios", "open_ratio", "signature", "adapter", "mark")
 
 
 class BeaconCache(PlainCache):
@@ -101,10 +34,12 @@ class BeaconCache(PlainCache):
     Example:
         context = model.condense(document_ids)
         context.save("document.safetensors")
-        answer = model.generate(question_ids, cache=BeaconCache.load("document.safetensors"))
+        answer = model.generate(question_ids, context=BeaconCache.load("document.safetensors"))
 
     Attributes:
         tokens: raw tokens seen in all.
+        text: ids, (batch, tokens), or embeddings, (batch, tokens, hidden), of a stream that "adapt" has kept raw; None
+            otherwise. It is read again, condensed, when it no longer fits the window.
         ratios: the ratio of each condensed interval, in order.
         tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
         open_ratio: the ratio that an interleaved open interval has begun with.
@@ -124,17 +59,22 @@ class BeaconCache(PlainCache):
 
     def reset(self) -> None:
         """Empty the cache."""
-        self.pieces: list[list[KeysValues]] = []
-        self.open: list[KeysValues] = []
-        self.tail: tuple[int, ...] = ()
-        self.tokens = 0
-        self.ratios: list[int] = []
-        self.open_ratio: int | None = None
+        self.clear_text()
         self.signature: dict[str, Any] = {}
         self.adapter: torch.Tensor | None = None
         self.mark: Any = None
         self.undoes = False
         self.before: BeaconCache | None = None
+
+    def clear_text(self) -> None:
+        """Forget what was read, but not which model and adapter read it."""
+        self.pieces: list[list[KeysValues]] = []
+        self.open: list[KeysValues] = []
+        self.tail: tuple[int, ...] = ()
+        self.tokens = 0
+        self.text: torch.Tensor | None = None
+        self.ratios: list[int] = []
+        self.open_ratio: int | None = None
 
     # Sizes.
 
@@ -151,7 +91,19 @@ class BeaconCache(PlainCache):
     @property
     def pending(self) -> int:
         """Raw tokens of the open interval."""
-        return sum(kind == RAW for kind in self.tail)
+        return self.tail.count(RAW)
+
+    @property
+    def can_stay_raw(self) -> bool:
+        """Whether the whole text is still raw, and known, so that it can be condensed later."""
+        return not self.tokens or self.text is not None
+
+    def must_read_again(self, scheme: Scheme) -> bool:
+        """Return whether the raw rows cannot be condensed as they are.
+
+        They are several intervals, which have seen each other raw; or, interleaved, they have no beacons between them.
+        """
+        return self.text is not None and (scheme.interleaved or self.pending > scheme.interval)
 
     @property
     def state(self) -> StreamState:
@@ -197,6 +149,7 @@ class BeaconCache(PlainCache):
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.pieces = [[(change(k), change(v)) for k, v in layers] for layers in self.pieces]
         self.open = [(change(k), change(v)) for k, v in self.open]
+        self.text = change(self.text) if self.text is not None else None
         self.before = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -249,6 +202,7 @@ class BeaconCache(PlainCache):
         self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open]
         self.tail = source.tail[:rows]
         self.tokens -= count
+        self.text = source.text[:, : self.tokens] if source.text is not None else None
         self.before = None
 
     def copy(self) -> BeaconCache:
@@ -265,42 +219,8 @@ class BeaconCache(PlainCache):
             setattr(self, name, getattr(twin, name))
 
     def save(self, path: str | Path) -> None:
-        """Write the stream to one safetensors file, atomically: an interrupted save leaves the old file.
-
-        Args:
-            path: the file, e.g. "book.safetensors", in an existing folder.
-
-        Raises:
-            PoSEError: the cache is empty, or something that is not a regular file is there.
-        """
-        if not self.tokens:
-            raise PoSEError("cache: it is empty; condense a text first, cache = model.condense(ids)")
-        # Resolved, so that a link stays a link and its target is replaced.
-        file = Path(path).resolve()
-        if file.exists() and not file.is_file():  # the final rename would replace a pipe or a device
-            raise PoSEError(f"path: {file} is not a regular file; give the name of one, e.g. context.safetensors")
-        whole = self.copy()
-        whole.compact()
-        tensors = {} if whole.adapter is None else {"adapter": whole.adapter.detach().contiguous()}
-        for part, layers in (("memory", whole.pieces[0] if whole.pieces else []), ("open", whole.open)):
-            for index, (keys, values) in enumerate(layers):
-                tensors[f"{part}.{index}.keys"] = keys.detach().contiguous()
-                tensors[f"{part}.{index}.values"] = values.detach().contiguous()
-        state = {
-            "format": FORMAT,
-            "tokens": whole.tokens,
-            "ratios": whole.ratios,
-            "tail": list(whole.tail),
-            "open_ratio": whole.open_ratio,
-            "signature": whole.signature,
-        }
-        with atomic_file(file) as part_file:
-            part_file.touch(exist_ok=False)
-            # safetensors makes a file that only its owner may read; keep what the umask gives.
-            mode = part_file.stat().st_mode & 0o777
-            save_file(tensors, str(part_file), metadata={"beacon": json.dumps(state)})
-            with suppress(OSError):  # a file system without modes
-                part_file.chmod(mode)
+        """Write the stream to one safetensors file; see `files.save`."""
+        files.save(self, path)
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> BeaconCache:
@@ -313,44 +233,33 @@ class BeaconCache(PlainCache):
         Raises:
             PoSEError: the file holds something else, or its tensors do not match its description.
         """
-        with safe_open(str(path), framework="pt", device=str(device)) as opened:
-            state = json.loads((opened.metadata() or {}).get("beacon", "{}"))
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no iterator
-        if state.get("format") != FORMAT:
-            raise PoSEError(
-                f"cache: {path} has format {state.get('format')}, not {FORMAT}: cache.save(path) did not write it, or "
-                "another version did; condense the text again"
-            )
-        cache = BeaconCache()
-        cache.signature, cache.adapter = state["signature"], tensors["adapter"]
-
-        def layers(part: str) -> list[KeysValues]:
-            there = range(cache.signature["layers"]) if f"{part}.0.keys" in tensors else ()
-            return [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in there]
-
-        memory, cache.open = layers("memory"), layers("open")
-        cache.pieces = [memory] if memory else []  # a text within one interval has no memory
-        cache.tail = tuple(state["tail"])
-        cache.tokens, cache.ratios, cache.open_ratio = state["tokens"], state["ratios"], state["open_ratio"]
-        interval, rows = cache.signature["interval"], cache.open[0][0].shape[2] if cache.open else 0
-        beacons = sum(interval // ratio for ratio in cache.ratios)
-        # A description that does not match would shift positions silently.
-        if (cache.len_memory, rows, cache.tokens) != (
-            beacons,
-            cache.len_tail,
-            len(cache.ratios) * interval + cache.pending,
-        ):
-            raise PoSEError(f"cache: {path} does not hold the tensors that it describes; condense the text again")
+        state, tensors = files.read(path, device)
+        cache, layers = BeaconCache(), range(state.signature.layers)
+        parts = {
+            part: [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in layers]
+            for part in ("memory", "open")
+            if f"{part}.0.keys" in tensors
+        }
+        cache.pieces = [parts["memory"]] if "memory" in parts else []  # a text within one interval has no memory
+        cache.open, cache.tail = parts.get("open", []), tuple(state.tail)
+        cache.signature, cache.adapter = state.signature.model_dump(), tensors["adapter"]
+        cache.text = tensors.get("text")
+        cache.tokens, cache.ratios, cache.open_ratio = state.tokens, state.ratios, state.open_ratio
         return cache
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Return an ordinary transformers cache for the plain base model; see `leaving.dynamic_cache`."""
+        return leaving.dynamic_cache(self)
 
     # Passes.
 
-    def view(self, given: Pass, keep_pieces: int | None = None) -> IntervalView:
+    def view(self, given: Pass, keep_pieces: int | None = None, last_layer: int | None = None) -> IntervalView:
         """Return the keys and values that one pass sees.
 
         Args:
             given: the pass.
             keep_pieces: how many of the last pieces keep their gradient; None for all.
+            last_layer: the model's last layer, if its output is not wanted.
         """
         cut = 0 if keep_pieces is None else max(0, len(self.pieces) - keep_pieces)
         past = []
@@ -358,7 +267,7 @@ class BeaconCache(PlainCache):
             parts = [piece[layer] for piece in self.pieces]
             parts = [(k.detach(), v.detach()) if at < cut else (k, v) for at, (k, v) in enumerate(parts)]
             past.append(parts + ([self.open[layer]] if self.open else []))
-        return IntervalView(given, past)
+        return IntervalView(given, past, last_layer)
 
     def extend(self, given: Pass, written: dict[int, KeysValues]) -> None:
         """Add the rows of a pass to the open interval.
@@ -410,12 +319,6 @@ class BeaconCache(PlainCache):
             layers = range(len(self.pieces[0]))
             joined = [tuple(join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
             self.pieces = [joined]  # type: ignore[list-item]
-
-
-def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors of shape (batch, heads, rows, head size) along the rows."""
-    parts = list(tensors)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def stream_of(cache: Any) -> BeaconCache:

@@ -181,6 +181,19 @@ def one_policy(ratio: Any, ratios: Any) -> Any:
     return ratio if ratios is None else list(ratios)
 
 
+def renamed() -> PoSEError:
+    """Return the error for `cache=`, which says the opposite in transformers 5.24: there it is continued in place."""
+    return PoSEError(
+        "cache: give a condensed text as context=…, which is not changed. To continue a stream in place, as in a chat, "
+        "give it as past_key_values=…"
+    )
+
+
+def two_caches() -> PoSEError:
+    """Return the error for a context and a cache at the same time."""
+    return PoSEError("context: give either context (not changed) or past_key_values (continued in place)")
+
+
 def check_labels(labels: torch.Tensor | None, shape: torch.Size) -> None:
     """Require one label per token: the loss of a fused head would silently leave tokens out.
 

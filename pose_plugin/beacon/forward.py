@@ -1,14 +1,13 @@
 """The tuner's forward: reads a text of any length, interval by interval, with the unmodified Hugging Face model.
 
 - `Reading.forward` checks the call, chooses the ratios, and turns what was read into an output with a loss.
-- `Reader` runs the passes, one per interval, each with the memory of the intervals before it.
+- `Reader` (reader.py) runs the passes.
 - Labels are shifted once over the whole text, and the loss is the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +17,9 @@ from pose_plugin.beacon import checks, ratios
 from pose_plugin.beacon.cache import BeaconCache, kept_on_error, stream_of
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
-from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
 from pose_plugin.beacon.losses import CountedOutput, shift_labels, stream_loss, token_figures
-from pose_plugin.beacon.ratios import intervals
-from pose_plugin.beacon.rope import rotate
+from pose_plugin.beacon.ratios import EMPTY, fits, intervals
+from pose_plugin.beacon.reader import Outcome, Reader
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -103,7 +101,9 @@ class Reading:
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def plan(self, cache: BeaconCache, tokens: int, ratio: Any = None, headroom: int | None = None) -> list[int]:
+    def plan(
+        self, cache: BeaconCache, tokens: int, ratio: Any = None, headroom: int | None = None, carries: bool = True
+    ) -> list[int] | None:
         """Return the ratios of a call that reads `tokens` more tokens; see `ratios.plan` for rules and errors.
 
         Args:
@@ -111,20 +111,71 @@ class Reading:
             tokens: new tokens.
             ratio: a policy for this call; None uses that of `condensing(…)`, or the configuration.
             headroom: tokens still to come after them, at least the configured headroom.
+            carries: whether the caller continues the cache. Otherwise nothing follows, and a text that is read raw
+                needs no headroom.
+
+        Returns:
+            The ratios. None if "adapt" reads all raw: outside training, while the text and what is still to come fit
+            the window.
         """
-        config = self.active_config
-        policy = ratio if ratio is not None else self._ratio_override
-        if policy is None:
-            policy = config.train_ratio if self._trains else config.ratio
+        config, policy = self.active_config, self._policy(ratio)
+        # A stream that has begun uses up the headroom that was reserved for it.
+        free = max(headroom or 0, config.headroom if carries and not cache.tokens else 0)
+        adaptive = isinstance(policy, str) and policy == ratios.ADAPT and not self._trains
+        if adaptive and cache.can_stay_raw and self.window.holds_raw(cache.tokens + tokens + free):
+            return None
+        state, tokens = self._start(cache, tokens)
         return ratios.plan(
             self.window,
             policy,
             tokens,
-            cache.state,
+            state,
             config.ratios,
             headroom=max(config.headroom, headroom or 0),
             rng=self._generator if self._trains else None,
         )
+
+    def _policy(self, ratio: Any) -> Any:
+        policy = ratio if ratio is not None else self._ratio_override
+        if policy is not None:
+            return policy
+        return self.active_config.train_ratio if self._trains else self.active_config.ratio
+
+    def _start(self, cache: BeaconCache, tokens: int) -> tuple[ratios.StreamState, int]:
+        """Return where condensing begins, and how many tokens it reads: a raw text is read again."""
+        if cache.must_read_again(self.active_config.scheme):
+            return EMPTY, cache.tokens + tokens
+        return cache.state, tokens
+
+    def check_room(self, cache: BeaconCache, tokens: int, ratio: Any, room: int) -> None:
+        """Require that a text and what is generated after it fit the window, before anything is read.
+
+        Args:
+            cache: the stream so far.
+            tokens: new tokens.
+            ratio: see `plan`.
+            room: tokens that may be generated.
+
+        Raises:
+            PoSEError: they do not fit, and what was generated until then would be lost.
+        """
+        first = self.plan(cache, tokens, ratio, headroom=room)
+        if first is None or room < 2:  # the last token is never read
+            return
+        later, window = self._policy(ratio), self.window
+        if isinstance(later, list):
+            later = later[-1]
+        elif later == ratios.ADAPT:
+            later = max(self.active_config.ratios)  # it takes smaller ones only while these fit
+        state, tokens = self._start(cache, tokens)
+        condensed, last = intervals(tokens + room - 1, window.interval, state.pending)
+        whole = first + [later] * (condensed + window.interleaved - len(first))
+        if not fits(window, whole, last, state.memory):
+            raise PoSEError(
+                f"max_new_tokens: {room} tokens do not fit window {window.size} behind {tokens} tokens and "
+                f"{state.memory} beacons at ratio {later}. Give a larger ratio, fewer new tokens, or ratio='adapt', "
+                "which chooses by length"
+            )
 
     # Each interval has its own layout, so tracing this loop would make a graph for each. Layers that were compiled by
     # themselves still run compiled.
@@ -146,14 +197,15 @@ class Reading:
             input_ids: (batch, tokens); all rows have the same layout.
             attention_mask: (batch, tokens); padding on the right only, and only if no cache continues.
             position_ids: ignored if they number the tokens, otherwise refused.
-            past_key_values: a BeaconCache to continue, in place; also accepted as `cache`.
+            past_key_values: a BeaconCache to continue, in place; `cache` from transformers 5.24 on.
             inputs_embeds: (batch, tokens, hidden) instead of ids.
             labels: (batch, tokens), −100 for no loss; shifted once over the whole input.
             use_cache: whether to return the cache; None: outside training.
-            kwargs: `logits_to_keep` (how many of the last logits to return, 0 for all); `ratio` ("adapt" or a fixed
-                ratio for this call); `ratios` (one per interval that this call condenses); `headroom` (tokens still to
-                come, for "adapt"); `num_items_in_batch`; `shift_labels`; `fused_lm_head` (with labels: per-token
-                figures instead of logits, for TRL 1.16); and settings for the model.
+            kwargs: `context` (a BeaconCache to read behind, which is not changed); `logits_to_keep` (how many of the
+                last logits to return, 0 for all); `ratio` ("adapt" or a fixed ratio for this call); `ratios` (one per
+                interval that this call condenses); `headroom` (tokens still to come, for "adapt");
+                `num_items_in_batch`; `shift_labels`; `fused_lm_head` (with labels: per-token figures instead of
+                logits, for TRL 1.16); and settings for the model.
 
         Returns:
             CausalLMOutputWithPast: loss, logits (batch, kept tokens, vocabulary), the BeaconCache. TokenOutput if
@@ -163,9 +215,7 @@ class Reading:
             PoSEError: the text does not fit the window, or cannot be condensed correctly (see `checks`). The cache is
                 then as it was before.
         """
-        # transformers 5.24 calls it cache, earlier versions past_key_values.
-        cache = kwargs.pop("cache", None)
-        cache = past_key_values if cache is None else cache
+        cache = self._given_cache(past_key_values, kwargs.pop("cache", None), kwargs.pop("context", None))
         if self.disabled:
             own = ("ratio", "ratios", "headroom")
             settings = {key: value for key, value in kwargs.items() if key not in own}
@@ -185,6 +235,17 @@ class Reading:
         with kept_on_error(cache):
             return self._read(call)
 
+    def _given_cache(self, past_key_values: Any, cache: Any, context: Any) -> Any:
+        """Return the cache to continue: given by either of transformers' names, or a copy of the context."""
+        if cache is not None and self.cache_key != "cache":
+            raise checks.renamed()
+        found = past_key_values if cache is None else cache
+        if context is None:
+            return found
+        if found is not None:
+            raise checks.two_caches()
+        return stream_of(context).copy()
+
     @property
     def _call(self) -> Any:
         return self._base_forward if self._base_forward is not None else self.model
@@ -201,7 +262,7 @@ class Reading:
         checks.check_positions(call.position_ids, call.attention_mask, tokens, stream.tokens)
         checks.check_labels(call.shift_labels, call.text.shape[:2])
         extra = checks.check_extra(call.settings, tokens)
-        chosen = self.plan(stream, tokens, checks.one_policy(call.ratio, call.ratios), call.headroom)
+        chosen = self.plan(stream, tokens, checks.one_policy(call.ratio, call.ratios), call.headroom, carries)
         # A loss needs all logits; a tensor of indices is applied to all of them afterwards.
         keep = call.logits_to_keep if isinstance(call.logits_to_keep, int) and call.shift_labels is None else 0
         reader = Reader(self, self._call, stream, extra, keep or None)
@@ -260,7 +321,7 @@ class Reading:
                 raise PoSEError(
                     f"cache: it holds {stream.batch_size} rows, the input {batch}; give a multiple of "
                     f"{stream.batch_size} rows. Beam search leaves one row per beam in a cache that it continues in "
-                    "place: pass it as cache=…, which keeps it as it was"
+                    "place: pass it as context=…, which keeps it as it was"
                 )
             stream.batch_repeat_interleave(batch // stream.batch_size)  # beams, or several questions on one text
         return stream
@@ -275,127 +336,3 @@ class Reading:
             "layers": int(text.num_hidden_layers),
             "hidden_size": int(text.hidden_size),
         }
-
-
-@dataclass
-class Outcome:
-    """The outputs of the raw rows of all passes of a call."""
-
-    logits: list[torch.Tensor] = field(default_factory=list)
-    hidden: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    condensed: int = 0
-
-    def all_logits(self) -> torch.Tensor:
-        """Return (batch, kept tokens, vocabulary)."""
-        return self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits, dim=1)
-
-    def all_hidden(self) -> tuple[torch.Tensor, ...] | None:
-        """Return (batch, tokens, hidden) per layer; None if hidden states were not requested."""
-        if not self.hidden:
-            return None
-        return tuple(torch.cat(layer, dim=1) for layer in zip(*self.hidden, strict=True))
-
-
-@dataclass
-class Reader:
-    """Runs the passes of one call.
-
-    Args:
-        tuner: the BeaconModel.
-        call: the base model's unmodified forward.
-        cache: the stream; it is changed in place.
-        extra: arguments for every pass.
-        keep: how many of the last tokens' logits to return; None for all.
-    """
-
-    tuner: Any
-    call: Callable[..., Any]
-    cache: BeaconCache
-    extra: dict[str, Any]
-    keep: int | None = None
-
-    def read(self, text: torch.Tensor, ratios: list[int]) -> Outcome:
-        """Read new tokens behind the cache.
-
-        Args:
-            text: ids, (batch, tokens), or embeddings, (batch, tokens, hidden).
-            ratios: see `ratios.plan`.
-        """
-        scheme, cache, tokens = self.tuner.active_config.scheme, self.cache, text.shape[1]
-        condensed, _ = intervals(tokens, scheme.interval, cache.pending)
-        result, at = Outcome(condensed=condensed), 0
-        for index in range(condensed + 1):
-            count = min(scheme.interval - cache.pending, tokens - at)
-            ratio = ratios[index] if index < len(ratios) else 0
-            if scheme.interleaved and not cache.tail:
-                cache.open_ratio = ratio
-            given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing=index < condensed)
-            wanted = count if self.keep is None else max(0, min(count, at + count - (tokens - self.keep)))
-            self._pass(given, text[:, at : at + count], wanted, result)
-            at += count
-        return result
-
-    def _pass(self, given: Pass, text: torch.Tensor, wanted: int, result: Outcome) -> None:
-        tuner, device = self.tuner, text.device
-        view = self.cache.view(given, tuner.active_config.gradient_intervals)
-        raw = [at for at, row in enumerate(given.rows) if row == RAW]
-        kept = raw[len(raw) - wanted :]
-        slices = "logits_to_keep" in tuner.accepts
-        # The hooks on the attention modules set it again from the view; the embedding has no such hook.
-        tuner.router.given = given
-        try:
-            inputs: dict[str, Any] = self._inputs(given, text)
-            inputs["position_ids"] = torch.tensor([positions(given)], device=device)
-            if slices:  # 0 would keep all rows, so an empty index asks for none
-                index = torch.tensor(kept, dtype=torch.long, device=device)
-                inputs["logits_to_keep"] = 0 if len(kept) == len(given.rows) else index
-            output = self.call(**{tuner.cache_key: view}, use_cache=False, return_dict=True, **self.extra, **inputs)
-        finally:
-            tuner.router.given = None
-        written = view.seal()
-        if not written or sorted(written) != list(range(len(written))):
-            raise PoSEError(
-                f"model: {type(tuner.model).__name__} wrote layers {sorted(written)} to the cache it was given; Beacon "
-                "needs a decoder whose layers all call cache.update"
-            )
-        self.cache.extend(given, written)
-        if wanted:
-            result.logits.append(output.logits if slices else output.logits[:, kept])
-        if output.hidden_states is not None and raw:
-            rows = torch.tensor(raw, device=device)
-            result.hidden.append(tuple(layer.index_select(1, rows.to(layer.device)) for layer in output.hidden_states))
-        if given.closing:
-            self._close(given)
-
-    def _inputs(self, given: Pass, text: torch.Tensor) -> dict[str, torch.Tensor]:
-        embedding, inputs = self.tuner.embedding, {}
-        if text.dim() == 3:
-            inputs["inputs_embeds"] = embedding.insert(text, given)
-        elif given.beacons:
-            ids = torch.cat([text, text.new_full((text.shape[0], given.beacons), embedding.sentinel)], dim=1)
-            inputs["input_ids"] = ids if given.order is None else ids[:, given.order]
-        else:
-            inputs["input_ids"] = text
-        if not given.plain:
-            inputs["attention_mask"] = self._mask(given, text.device)
-        return inputs
-
-    def _mask(self, given: Pass, device: torch.device) -> torch.Tensor:
-        """Return (1, 1, rows, keys): bool for sdpa, or what eager adds to the scores."""
-        seen = visible(given, device)[None, None]
-        if self.tuner.attention == "sdpa":
-            return seen
-        dtype = self.tuner.compute_dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-
-    def _close(self, given: Pass) -> None:
-        index, shifts = moves(given)
-        tuner, inv_freq = self.tuner, self.tuner.rotary.inv_freq
-        shift = torch.tensor(shifts, device=inv_freq.device)
-
-        def place(layer: int, keys: torch.Tensor) -> torch.Tensor:
-            return rotate(keys, shift, inv_freq) if tuner.rotates(layer) else keys
-
-        self.cache.close(index, place, given.ratio)
-        if not torch.is_grad_enabled():
-            self.cache.compact()

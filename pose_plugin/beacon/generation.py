@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pose_plugin.beacon.cache import BeaconCache, stream_of
-from pose_plugin.beacon.checks import one_policy
+from pose_plugin.beacon.checks import one_policy, renamed, two_caches
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -21,7 +21,7 @@ class Generation:
         self,
         inputs: torch.Tensor | None = None,
         *,
-        cache: BeaconCache | None = None,
+        context: BeaconCache | None = None,
         ratio: int | str | None = None,
         ratios: Sequence[int] | None = None,
         **kwargs: Any,
@@ -30,7 +30,7 @@ class Generation:
 
         Args:
             inputs: prompt ids, (batch, tokens), rows of equal length; also accepted as `input_ids`.
-            cache: a condensed text to answer from; `inputs` is then only what follows it, and the cache is not
+            context: a condensed text to answer from; `inputs` is then only what follows it, and the context is not
                 changed. A cache given as `past_key_values` is continued in place instead, by Hugging Face's convention:
                 `inputs` is the whole text, including what is in the cache.
             ratio: "adapt" or a fixed ratio for this call.
@@ -41,18 +41,21 @@ class Generation:
             What Hugging Face's generate returns: `inputs` and what follows, (batch, tokens).
 
         Raises:
-            PoSEError: as `forward`; or the cache holds all of `inputs` already.
+            PoSEError: as `forward`; the cache holds all of `inputs` already; or the window cannot hold all tokens that
+                may be generated.
         """
         tuner: Any = self
+        if kwargs.get("cache") is not None:
+            raise renamed()
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
         if tuner.disabled:
-            if cache is not None:
-                raise PoSEError("cache: the bare model cannot read a BeaconCache while the adapter is disabled")
+            if context is not None:
+                raise PoSEError("context: the bare model cannot read a BeaconCache while the adapter is disabled")
             return tuner.model.generate(inputs, **kwargs)
-        one_policy(ratio, ratios)
+        policy = one_policy(ratio, ratios)
         guesses = _guesses(tuner, kwargs)
-        past = _past(inputs, cache, kwargs, guesses)
+        past = _past(inputs, context, kwargs, guesses)
         # A model's own config often says use_cache: false, left over from training; only the call decides.
         asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
         if past is None and asked is not False:
@@ -62,8 +65,12 @@ class Generation:
         elif ratios is not None:
             # It has other intervals each time, so the list would fit the first reading only.
             raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio")
-        room = _room(tuner, inputs, kwargs)
-        with _own_cache(tuner), _driven(tuner, ratio, ratios, room), _undoing(past, guesses):
+        length, room = _lengths(tuner, inputs, kwargs, context)
+        stream = past if past is not None else BeaconCache()
+        tuner.check_room(stream, length - stream.tokens, policy, room)
+        # A stream that has begun uses what was kept free for it.
+        last = length + (room if stream.tokens else max(room, tuner.active_config.headroom))
+        with _own_cache(tuner), _driven(tuner, ratio, ratios, last), _undoing(past, guesses):
             return tuner.model.generate(inputs, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,54 +90,62 @@ class Generation:
     def condense(
         self,
         input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
         *,
-        cache: BeaconCache | None = None,
+        context: BeaconCache | None = None,
         ratio: int | str | None = None,
         ratios: Sequence[int] | None = None,
         headroom: int | None = None,
+        cache: Any = None,
     ) -> BeaconCache:
         """Read a text once, to ask about it often.
 
         Args:
             input_ids: (batch, tokens), or (tokens,).
-            cache: an earlier text that this one continues; it is not changed.
+            attention_mask: as tokenizers give it: `model.condense(**tokenizer(text, return_tensors="pt"))`.
+            context: an earlier text that this one continues; it is not changed.
             ratio: "adapt" or a fixed ratio.
             ratios: one per interval that is condensed, e.g. smaller where the text matters more.
             headroom: tokens that questions and answers may take, for "adapt".
+            cache: the earlier name of `context`, which raises an error.
 
         Returns:
-            The text's cache: full intervals condensed, the last one (up to l tokens) raw.
+            The text's cache: full intervals condensed, the last one (up to l tokens) raw. With "adapt", a text that
+            fits the window stays raw, until more tokens follow than fit.
 
         Raises:
             PoSEError: as `forward`.
         """
+        if cache is not None:
+            raise renamed()
         ids = input_ids[None] if input_ids.dim() == 1 else input_ids
-        stream = stream_of(cache).copy()
+        stream = stream_of(context).copy()
+        how = {"ratio": ratio, "ratios": ratios, "headroom": headroom, "logits_to_keep": 1}
         tuner: Any = self
-        tuner.forward(ids, past_key_values=stream, logits_to_keep=1, ratio=ratio, ratios=ratios, headroom=headroom)
+        tuner.forward(ids, attention_mask, past_key_values=stream, **how)
         return stream
 
 
-def _past(inputs: Any, cache: Any, kwargs: dict[str, Any], guesses: bool) -> BeaconCache | None:
-    """Return the stream that generate continues; None if neither `cache` nor `past_key_values` is given."""
+def _past(inputs: Any, context: Any, kwargs: dict[str, Any], guesses: bool) -> BeaconCache | None:
+    """Return the stream that generate continues; None if neither `context` nor `past_key_values` is given."""
     past = kwargs.pop("past_key_values", None)
-    if cache is not None and past is not None:
-        raise PoSEError("cache: give either cache (not changed) or past_key_values (continued in place)")
-    if cache is None and past is None:
+    if context is not None and past is not None:
+        raise two_caches()
+    if context is None and past is None:
         return None
-    stream = stream_of(past if cache is None else cache)
+    stream = stream_of(past if context is None else context)
     if guesses and stream.tokens:
         raise PoSEError(
             "cache: with assistant_model or prompt_lookup_num_tokens, transformers reads the whole text itself; give "
             "the whole text and no cache that holds a part of it"
         )
-    if cache is not None:
+    if context is not None:
         kwargs["attention_mask"] = _whole_mask(inputs, kwargs.get("attention_mask"), stream)
         return stream.copy()
     if inputs is not None and inputs.shape[1] <= stream.tokens:
         raise PoSEError(
             f"past_key_values: {stream.tokens} tokens are in the cache and inputs has {inputs.shape[1]}, so nothing is "
-            "new; give the whole text, or only what follows with cache=…"
+            "new; give the whole text, or only what follows with context=…"
         )
     return stream
 
@@ -139,7 +154,7 @@ def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: B
     # generate slices `inputs`, unless a longer mask shows that only new tokens were given.
     if inputs is None:
         raise PoSEError(
-            "inputs: None; with cache=… give the token ids that follow the cached text. For embeddings, call "
+            "inputs: None; with context=… give the token ids that follow the cached text. For embeddings, call "
             "model(inputs_embeds=…, past_key_values=…)"
         )
     own = inputs.new_ones(inputs.shape) if mask is None else mask
@@ -149,8 +164,14 @@ def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: B
 
 
 @contextmanager
-def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, room: int) -> Iterator[None]:
-    """Make the model's forward that of the tuner, since Hugging Face's generate calls the model."""
+def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, last: int) -> Iterator[None]:
+    """Make the model's forward that of the tuner, since Hugging Face's generate calls the model.
+
+    Args:
+        tuner: the BeaconModel.
+        ratio, ratios: of `generate`.
+        last: the length of the text for which room is kept free.
+    """
     model = tuner.model
     had = "forward" in model.__dict__
     original = model.forward
@@ -162,7 +183,11 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, room: int) -> 
         given = list(ratios) if ratios is not None and first else None
         fixed = ratio if ratios is None or not ratios else list(ratios)[-1]
         first = False
-        return tuner.forward(*args, ratio=None if given is not None else fixed, ratios=given, headroom=room, **kwargs)
+        text: Any = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        cache = kwargs.get(tuner.cache_key)
+        left = last - text.shape[1] - (cache.tokens if isinstance(cache, BeaconCache) else 0)
+        how = {"ratio": None if given is not None else fixed, "ratios": given, "headroom": max(0, left)}
+        return tuner.forward(*args, **how, **kwargs)
 
     tuner._base_forward = original
     model.forward = forward
@@ -207,10 +232,14 @@ def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
     return any(kwargs.get(n) or getattr(config, n, None) for n in ("assistant_model", "prompt_lookup_num_tokens"))
 
 
-def _room(tuner: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
-    """Return how many tokens may be generated, for `adapt`."""
+def _lengths(
+    tuner: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any], context: BeaconCache | None
+) -> tuple[int, int]:
+    """Return the tokens of the whole prompt, including a context's, and how many may be generated."""
     config = kwargs.get("generation_config") or tuner.model.generation_config
     new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if new is None and (longest := kwargs.get("max_length", getattr(config, "max_length", None))) is not None:
         new = longest - (inputs.shape[1] if inputs is not None else 0)
-    return max(0, int(new or 0))
+    text = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    length = (0 if text is None else text.shape[1]) + (0 if context is None else context.tokens)
+    return length, max(0, int(new or 0))

@@ -19,9 +19,9 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from pose_plugin.beacon import checks
-from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layout import RAW, Pass
+from pose_plugin.beacon.views import IntervalView
 from pose_plugin.utils.errors import PoSEError
 
 

@@ -10,7 +10,7 @@ passes cached (the tail), then the rows of the pass itself. There are two layout
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -62,7 +62,7 @@ class Pass:
     @cached_property
     def raw(self) -> int:
         """n, raw tokens of this pass."""
-        return sum(row == RAW for row in self.rows)
+        return self.rows.count(RAW)
 
     @cached_property
     def beacons(self) -> int:
@@ -97,7 +97,7 @@ def lay_out(
     if not scheme.interleaved:
         beacons = tuple(range(1, scheme.interval // ratio + 1)) if closing else ()
         return Pass(memory, tail, (RAW,) * tokens + beacons, scheme, ratio, closing)
-    seen = sum(row == RAW for row in tail)
+    seen = tail.count(RAW)
     done = len(tail) - seen  # beacons of this interval that are cached
     rows: list[int] = []
     for index in range(seen, seen + tokens):
@@ -119,7 +119,7 @@ def positions(given: Pass) -> list[int]:
     if given.scheme.interleaved:
         start = given.memory + len(given.tail)
         return list(range(start, start + len(given.rows)))
-    raw = sum(row == RAW for row in given.tail)
+    raw = given.tail.count(RAW)
     result = []
     for row in given.rows:
         if row == RAW:
@@ -145,25 +145,36 @@ def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
     if given.scheme.interleaved:
         query = torch.arange(rows, device=device)[:, None] + m + tail
         return torch.arange(m + tail + rows, device=device)[None] <= query
-    kinds = torch.tensor(given.tail + given.rows, device=device)
+    seen = _seen_in_interval(given.tail, given.rows, given.scheme, given.ratio, str(device))
+    before = torch.ones((rows, m), dtype=torch.bool, device=device)
+    if not given.scheme.attend_previous:
+        before &= torch.tensor([row == RAW for row in given.rows], device=device)[:, None]
+    return torch.cat([before, seen], dim=1)
+
+
+# All full intervals of a text with one ratio share it.
+@lru_cache(maxsize=8)
+def _seen_in_interval(
+    tail: tuple[int, ...], rows: tuple[int, ...], scheme: Scheme, ratio: int, device: str
+) -> torch.Tensor:
+    """Return which keys of its own interval each row sees, in the appended layout: (rows, tail + rows)."""
+    kinds = torch.tensor(tail + rows, device=device)
     raw_index = torch.cumsum((kinds == RAW).int(), 0) - 1  # of a raw key: which token of the interval it is
-    row_kind = kinds[tail:, None]
+    row_kind = kinds[len(tail) :, None]
     is_raw = row_kind == RAW
-    own = raw_index[tail:, None]
+    own = raw_index[len(tail) :, None]
     # The span [low, high) of raw tokens that each row sees.
-    if given.scheme.mask == STEPWISE:
-        low, high = torch.zeros_like(row_kind), row_kind * given.ratio
-    elif given.scheme.mask == SEGMENTATION:
-        low, high = (row_kind - 1) * given.ratio, row_kind * given.ratio
+    if scheme.mask == STEPWISE:
+        low, high = torch.zeros_like(row_kind), row_kind * ratio
+    elif scheme.mask == SEGMENTATION:
+        low, high = (row_kind - 1) * ratio, row_kind * ratio
     else:
-        low, high = torch.zeros_like(row_kind), torch.full_like(row_kind, given.scheme.interval)
+        low, high = torch.zeros_like(row_kind), torch.full_like(row_kind, scheme.interval)
     low = torch.where(is_raw, 0, low)
     high = torch.where(is_raw, own + 1, high)
     key = raw_index[None]
     seen = (kinds[None] == RAW) & (key >= low) & (key < high)
-    seen |= (kinds[None] == row_kind) & ~is_raw  # a beacon sees itself
-    before = (is_raw | given.scheme.attend_previous).expand(rows, m)
-    return torch.cat([before, seen], dim=1)
+    return seen | ((kinds[None] == row_kind) & ~is_raw)  # a beacon sees itself
 
 
 def moves(given: Pass) -> tuple[list[int], list[int]]:

@@ -55,6 +55,10 @@ class BeaconWindow:
         between = (tokens - 1) // ratio if self.interleaved and ratio and tokens else 0
         return memory + tokens + between <= self.size
 
+    def holds_raw(self, tokens: int) -> bool:
+        """Return whether the model can read `tokens` tokens without condensing any."""
+        return tokens <= self.size
+
     def capacity(self, ratio: int, memory: int = 0) -> int:
         """Return how many tokens a stream at one ratio can hold: (L − l − m)·α + l."""
         own = self.beacons(ratio) if self.interleaved else 0

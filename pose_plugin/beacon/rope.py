@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import RAW, Pass, Scheme
+from pose_plugin.beacon.views import IntervalView
 from pose_plugin.utils.errors import PoSEError
 
 # The frequencies of these kinds change once positions pass a limit. A key rotated before cannot be moved after that.

@@ -28,7 +28,8 @@ class BeaconPlan:
         intervals, raw: how many of its intervals are condensed, and how many tokens stay raw at its end.
         fewest, most: beacons at its end with the largest and the smallest ratio that fits; None if none fits.
         ratio: how texts are read after training, `adapt` or a fixed ratio.
-        reading: the ratio that a text of this length is then read with; None if no ratio is large enough.
+        reading: the ratio that a text of this length is then read with; 0 if it is read raw, as by the base; None if no
+            ratio is large enough.
         readable: the longest text that can be read; with `adapt`, `headroom` more tokens fit behind it.
         refused: why the longest text does not fit, in the words of the run.
     """
@@ -92,8 +93,11 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         refused = str(error)
     adaptive = settings.ratio == ADAPT
     usable, headroom = (settings.ratios, settings.headroom) if adaptive else ([int(settings.ratio)], 0)
-    with suppress(PoSEError):  # no ratio is large enough
-        reading = adapt(sizes, text, usable, headroom) if condensed else None
+    if (adaptive and sizes.holds_raw(text + headroom)) or not (condensed or sizes.interleaved):
+        reading = 0
+    else:
+        with suppress(PoSEError):  # no ratio is large enough
+            reading = adapt(sizes, text, usable, headroom)
     return BeaconPlan(
         window=window,
         interval=settings.interval,

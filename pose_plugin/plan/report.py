@@ -80,7 +80,7 @@ def _beacons(beacon: BeaconPlan) -> str:
             f"           {beacon.text} tokens end as {held} beacons for {beacon.intervals} intervals, and "
             f"{beacon.raw:,} raw tokens"
         )
-    if not beacon.intervals:
+    if beacon.reading == 0:
         reading = "a text this short is read as by the base"
     elif beacon.ratio != "adapt":
         reading = f"ratio {beacon.ratio} {'fits' if beacon.reading else 'does not fit'} {beacon.text} tokens"

@@ -78,11 +78,14 @@ def test_the_reading_snippet(tmp_path, monkeypatch):
         "question_ids": make_ids(5),
         "long_prompt_ids": make_ids(90),
     }
-    (snippet,) = (text for text in blocks("python") if "condense" in text)
+    reading, leaving = (text for text in blocks("python") if "condense" in text)
     with torch.no_grad():
-        exec(snippet, names)
-    assert isinstance(names["context"], BeaconCache) and names["context"].tokens == 60
-    assert names["answer"].shape[1] > 90
+        exec(reading, names)
+        assert isinstance(names["context"], BeaconCache) and names["context"].tokens == 60
+        assert names["answer"].shape[1] > 90
+        exec(leaving, names)
+        assert names["answer"].shape[1] > 5
+    assert (tmp_path / "document" / "adapter_config.json").exists()
 
 
 def test_the_training_snippet():

@@ -51,8 +51,8 @@ def test_short_prompt_generates_like_the_base(layout):
         assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
     with model.disable_adapter():
         assert torch.equal(model.generate(ids, max_new_tokens=3, **GREEDY), base)
-        with pytest.raises(PoSEError, match=r"cache: .*disabled"):
-            model.generate(ids, cache=BeaconCache(), max_new_tokens=3)
+        with pytest.raises(PoSEError, match=r"context: .*disabled"):
+            model.generate(ids, context=BeaconCache(), max_new_tokens=3)
 
 
 def test_a_models_own_use_cache_false_is_ignored():
@@ -104,11 +104,11 @@ def test_condense_once_ask_often(tmp_path):
         whole = torch.cat([document, question], dim=1)
         expected = model.generate(whole, max_new_tokens=10, **GREEDY)[:, 45:]
         for given in (context, loaded):
-            assert torch.equal(model.generate(question, cache=given, max_new_tokens=10, **GREEDY), expected)
+            assert torch.equal(model.generate(question, context=given, max_new_tokens=10, **GREEDY), expected)
             masked = {"attention_mask": torch.ones_like(question)}
-            assert torch.equal(model.generate(question, cache=given, max_new_tokens=10, **masked, **GREEDY), expected)
+            assert torch.equal(model.generate(question, context=given, max_new_tokens=10, **masked, **GREEDY), expected)
     assert (context.tokens, loaded.tokens) == (45, 45)
-    longer = model.condense(questions[0][0], cache=context)
+    longer = model.condense(questions[0][0], context=context)
     assert (longer.tokens, context.tokens) == (51, 45)
 
 
@@ -118,7 +118,7 @@ def test_saved_interleaved_context(tmp_path):
     context.save(tmp_path / "c.safetensors")
     loaded = BeaconCache.load(tmp_path / "c.safetensors")
     question = make_ids(9, seed=5)
-    answers = [model.generate(question, cache=c, max_new_tokens=8, **GREEDY) for c in (context, loaded)]
+    answers = [model.generate(question, context=c, max_new_tokens=8, **GREEDY) for c in (context, loaded)]
     assert torch.equal(*answers)
     assert loaded.open_ratio == 2
 
@@ -134,7 +134,7 @@ def test_files_that_are_no_context(tmp_path):
 def test_context_of_another_model():
     context = make_beacon(interval=4).condense(make_ids(20))
     with pytest.raises(PoSEError, match="cache: made with interval=4, but this model reads with interval=8"):
-        make_beacon().generate(make_ids(3), cache=context, max_new_tokens=2)
+        make_beacon().generate(make_ids(3), context=context, max_new_tokens=2)
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def test_beam_search():
     expected = model.generate(ids, use_cache=False, **how)
     assert torch.equal(model.generate(ids, **how), expected)
     context = model.condense(ids[:, :30])
-    assert torch.equal(model.generate(ids[:, 30:], cache=context, **how), expected[:, 30:])
+    assert torch.equal(model.generate(ids[:, 30:], context=context, **how), expected[:, 30:])
     assert context.batch_size == 1
     greedy = model.generate(ids, max_new_tokens=12, **GREEDY)
     assert not torch.equal(greedy, expected)  # the beams differ, so reordering was used
@@ -208,12 +208,12 @@ def test_batch_of_equal_layout():
     for row in range(3):
         assert torch.equal(model.generate(ids[row : row + 1], max_new_tokens=12, **GREEDY)[0], together[row])
     context = model.condense(ids[:1])
-    several = model.generate(make_ids(4, rows=2, seed=2), cache=context, max_new_tokens=5, **GREEDY)
+    several = model.generate(make_ids(4, rows=2, seed=2), context=context, max_new_tokens=5, **GREEDY)
     assert torch.equal(
-        several[1:], model.generate(make_ids(4, rows=2, seed=2)[1:], cache=context, max_new_tokens=5, **GREEDY)
+        several[1:], model.generate(make_ids(4, rows=2, seed=2)[1:], context=context, max_new_tokens=5, **GREEDY)
     )
     with pytest.raises(PoSEError, match="it holds 3 rows, the input 2"):
-        model.generate(make_ids(4, rows=2), cache=model.condense(ids), max_new_tokens=2, **GREEDY)
+        model.generate(make_ids(4, rows=2), context=model.condense(ids), max_new_tokens=2, **GREEDY)
 
 
 def test_padded_prompts_are_refused():
@@ -342,7 +342,7 @@ def test_assisted_decoding(layout):
         cache = BeaconCache()
         assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=30, **how, **GREEDY), expected)
         assert (cache.tokens >= 59, cache.undoes, cache.before) == (True, False, None)
-        for given in ({"cache": model.condense(ids[:, :25])}, {"past_key_values": model.condense(ids[:, :25])}):
+        for given in ({"context": model.condense(ids[:, :25])}, {"past_key_values": model.condense(ids[:, :25])}):
             with pytest.raises(PoSEError, match="cache: with assistant_model or prompt_lookup_num_tokens"):
                 model.generate(ids, max_new_tokens=2, **given, **how, **GREEDY)
 

@@ -387,6 +387,32 @@ def test_memory_stays_in_the_window():
         model(make_ids(17), past_key_values=cache)
 
 
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+def test_intervals_without_outputs_end_at_the_last_keys(layout):
+    """Three intervals are read for their memory only; the last layer's MLP runs for the open one alone."""
+    model, ids = make_beacon(layout=layout), make_ids(30)
+    mlp, calls = model.base_model.model.model.layers[-1].mlp, []
+    model.condense(ids)  # measures once how keys are rotated
+    mlp.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        early = model.condense(ids)
+        assert len(calls) == 1
+        assert model(ids).logits.shape[1] == 30 and len(calls) == 1 + 4
+        assert len(model(ids, logits_to_keep=1, output_hidden_states=True).hidden_states) == 3 and len(calls) == 1 + 8
+        mlp._hf_hook = None  # accelerate's hooks around forwards must run to their ends
+        complete = model.condense(ids)
+    assert len(calls) == 1 + 12
+    pairs = zip([*early.pieces, early.open], [*complete.pieces, complete.open], strict=True)
+    assert all(
+        torch.equal(a, b)
+        for one, two in pairs
+        for x, y in zip(one, two, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 1 + 16
+
+
 @torch.no_grad()
 def test_model_that_keeps_all_logits(monkeypatch):
     """If a model's forward has no logits_to_keep, the tuner cuts its logits."""

@@ -10,10 +10,11 @@ import struct
 import pytest
 import torch
 from peft import get_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache
 
-from pose_plugin.beacon import BeaconCache, cache, condensing
+from pose_plugin.beacon import BeaconCache, condensing, files
 from pose_plugin.utils.errors import PoSEError
 from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
 
@@ -117,11 +118,11 @@ def test_other_caches(model):
         assert torch.equal(model.generate(ids, past_key_values=empty, max_new_tokens=3, **GREEDY), expected)
     used = DynamicCache()
     make_base()(ids[:, :4], past_key_values=used, use_cache=True)
-    for key in ("past_key_values", "cache"):
+    for key in ("past_key_values", "context"):
         with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens"):
             model.generate(ids, max_new_tokens=3, **{key: used})
     with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens"):
-        model.condense(ids, cache=used)
+        model.condense(ids, context=used)
     with pytest.raises(ValueError, match="cache_implementation"):  # of transformers
         model.generate(ids, max_new_tokens=3, cache_implementation="static")
     own = model.base_model.model.generation_config
@@ -138,7 +139,7 @@ def test_ways_to_generate_that_are_refused(model):
         model.generate_batch([[3, 4]])
     embedded = model.get_base_model().get_input_embeddings()(make_ids(5)).detach()
     with pytest.raises(PoSEError, match="inputs: None"):
-        model.generate(inputs_embeds=embedded, cache=model.condense(make_ids(9)), max_new_tokens=2)
+        model.generate(inputs_embeds=embedded, context=model.condense(make_ids(9)), max_new_tokens=2)
 
 
 # Files.
@@ -171,7 +172,7 @@ def test_an_interrupted_save_leaves_the_old_file(model, tmp_path, monkeypatch, e
         if there:
             context.save(path)
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "save_file", partial)
+            patch.setattr(files, "save_file", partial)
             with pytest.raises(error):
                 context.save(path)
         assert os.listdir(tmp_path) == (["c.safetensors"] if there else [])
@@ -210,22 +211,86 @@ def edit(path, change) -> None:
     path.write_bytes(struct.pack("<Q", len(written)) + written + content[8 + size :])
 
 
-DAMAGE = [
-    lambda state: state.update(tokens=29),
-    lambda state: state.update(tail=[-1] * 7, tokens=31),
-    lambda state: state.update(ratios=[4, 4, 2]),
-]
+DAMAGE = {
+    "tokens": (lambda state: state.update(tokens=29), "tokens=29"),
+    "tail": (lambda state: state.update(tail=[-1] * 7, tokens=31), "6 rows|7 rows"),
+    "beacons in the tail": (lambda state: state.update(tail=[-1, 1, -1, -1, -1, -1, -1]), "tail is not that"),
+    "another ratio": (lambda state: state.update(ratios=[4, 4, 2]), "rows of keys"),
+    "ratio 0": (lambda state: state.update(ratios=[4, 4, 0]), r"ratios\.2"),
+    "a ratio that does not divide": (lambda state: state.update(ratios=[4, 4, 3]), "ratio 3"),
+    "open ratio 0": (lambda state: state.update(open_ratio=0), "open_ratio"),
+    "no list": (lambda state: state.update(ratios={"a": 1}), "ratios"),
+    "no tokens": (lambda state: state.pop("tokens"), "tokens"),
+    "interval 0": (lambda state: state["signature"].update(interval=0), r"signature\.interval"),
+    "more layers": (lambda state: state["signature"].update(layers=3), "missing"),
+    "fewer layers": (lambda state: state["signature"].update(layers=1), "unknown"),
+    "another layout": (lambda state: state["signature"].update(layout="v9"), r"signature\.layout"),
+    "another size": (lambda state: state["signature"].update(hidden_size=31), "adapter"),
+    "many raw tokens": (lambda state: state.update(ratios=[], tail=[-1] * 30), "missing|unknown|rows"),
+    "no signature": (lambda state: state.update(signature=None), "signature"),
+}
 
 
-@pytest.mark.parametrize("change", DAMAGE)
-def test_a_description_that_does_not_match(model, tmp_path, change):
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_description_that_does_not_match(model, tmp_path, name):
+    change, message = DAMAGE[name]
     path = tmp_path / "c.safetensors"
     model.condense(make_ids(30)).save(path)
     edit(path, lambda state: None)
     assert BeaconCache.load(path).tokens == 30
     edit(path, change)
-    with pytest.raises(PoSEError, match=r"c\.safetensors does not hold the tensors"):
+    with pytest.raises(PoSEError, match=rf"c\.safetensors does not hold the tensors .*({message})"):
         BeaconCache.load(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"format": "pose_plugin.beacon/1", "tail": ' + "[" * 100_000, "{", "7"]
+)
+def test_a_description_that_is_not_json(model, tmp_path, text):
+    """Deeply nested JSON would end in a RecursionError."""
+    path = tmp_path / "c.safetensors"
+    model.condense(make_ids(30)).save(path)
+    save_file(load_file(path), path, metadata={"beacon": text})
+    with pytest.raises(PoSEError, match=r"c\.safetensors does not hold"):
+        BeaconCache.load(path)
+
+
+TENSORS = {
+    "NaN keys": (lambda t: t["memory.0.keys"].fill_(float("nan")), r"memory\.0\.keys holds values"),
+    "infinite values": (lambda t: t["open.1.values"].fill_(float("inf")), r"open\.1\.values holds values"),
+    "whole numbers": (lambda t: t.update({"open.0.keys": t["open.0.keys"].long()}), r"open\.0\.keys holds values"),
+    "another batch": (lambda t: t.update({"open.0.keys": t["open.0.keys"].repeat(2, 1, 1, 1)}), "batch sizes"),
+    "one dimension less": (lambda t: t.update({"open.0.keys": t["open.0.keys"][0]}), "shape"),
+    "a text of another length": (lambda t: t.update(text=make_ids(29)), "text"),
+    "one more": (lambda t: t.update(more=torch.zeros(1)), "unknown"),
+    "one less": (lambda t: t.pop("adapter"), "missing"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_match(model, tmp_path, name):
+    change, message = TENSORS[name]
+    path = tmp_path / "c.safetensors"
+    model.condense(make_ids(30)).save(path)
+    with safe_open(path, framework="pt") as opened:
+        description, tensors = opened.metadata(), load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=description)
+    with pytest.raises(PoSEError, match=rf"c\.safetensors does not hold .*{message}"):
+        BeaconCache.load(path)
+
+
+@torch.no_grad()
+def test_keys_of_other_heads(model, tmp_path):
+    """The description names no heads; the model notices when it reads on."""
+    path = tmp_path / "c.safetensors"
+    model.condense(make_ids(30)).save(path)
+    with safe_open(path, framework="pt") as opened:
+        description, tensors = opened.metadata(), load_file(path)
+    halved = {name: t if t.dim() != 4 else t[:, :1].contiguous() for name, t in tensors.items()}
+    save_file(halved, path, metadata=description)
+    with pytest.raises(PoSEError, match=r"cache: layer 0 holds .*\(1, 1, 6, 8\)"):
+        model(make_ids(3), context=BeaconCache.load(path))
 
 
 def test_cut_files_and_other_files(model, tmp_path):
@@ -253,7 +318,7 @@ def test_a_file_of_another_adapter(model, tmp_path, other, message):
     model.condense(make_ids(20)).save(tmp_path / "c")
     context = BeaconCache.load(tmp_path / "c")
     with pytest.raises(PoSEError, match=message):
-        make_beacon(**other).generate(make_ids(3), cache=context, max_new_tokens=2)
+        make_beacon(**other).generate(make_ids(3), context=context, max_new_tokens=2)
 
 
 def test_a_file_of_another_model(model, tmp_path):
@@ -261,11 +326,11 @@ def test_a_file_of_another_model(model, tmp_path):
     model.condense(make_ids(20)).save(tmp_path / "c")
     wide = get_peft_model(make_base(hidden_size=64, num_hidden_layers=3), make_config())
     with pytest.raises(PoSEError, match="made with layers=2, hidden_size=32"):
-        wide.generate(make_ids(3), cache=BeaconCache.load(tmp_path / "c"), max_new_tokens=2)
+        wide.generate(make_ids(3), context=BeaconCache.load(tmp_path / "c"), max_new_tokens=2)
     base = make_base()
     base.get_input_embeddings().weight.data.roll(1, 0)
     base.get_input_embeddings().weight.data += 0.1
     with pytest.raises(PoSEError, match="another adapter condensed it"):
         get_peft_model(base, make_config()).generate(
-            make_ids(3), cache=BeaconCache.load(tmp_path / "c"), max_new_tokens=2
+            make_ids(3), context=BeaconCache.load(tmp_path / "c"), max_new_tokens=2
         )
