@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -104,6 +105,30 @@ def test_reload_snippet_loads_model_and_adapter(tmp_path, monkeypatch):
         return names["model"].config.max_position_embeddings
 
     assert forked(case).value == 512
+
+
+def test_first_page_of_the_site_shows_the_snippets_of_the_readme():
+    # The README's are run above.
+    for language in ("yaml", "python"):
+        assert blocks(ROOT / "docs" / "index.md", language) == blocks(ROOT / "README.md", language)
+
+
+def test_api_page_has_every_public_name():
+    import pose_plugin
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: (pose_plugin\.[\w.]+)$", page, re.M)
+    assert sorted(name.rpartition(".")[2] for name in named) == sorted(pose_plugin.__all__)
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(pose_plugin, attribute)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert sorted(re.findall(r": (\w+\.md)$", navigation, re.M)) == sorted(
+        page.name for page in (ROOT / "docs").glob("*.md")
+    )
 
 
 def test_coverage_commands(tmp_path, monkeypatch, capsys):
