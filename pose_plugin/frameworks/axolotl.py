@@ -19,7 +19,7 @@ from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.frameworks import axolotl_beacon as beacon
-from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge
+from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge, require_right_merge
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.rope.live import builds_text_alone
 from pose_plugin.rope.read import text_config
@@ -91,6 +91,8 @@ class PosePlugin(BasePlugin):
         _require_compatible(cfg, settings)
         _warn_of_likely_mistakes(cfg, settings)
         _override_rope(cfg, settings)
+        if cfg.get("merge_lora"):
+            require_right_merge(cfg)
         if cfg.get("merge_lora") and not _has_entry_points():
             complete_next_merge(settings)
 
