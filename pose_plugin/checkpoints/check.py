@@ -99,11 +99,11 @@ def check_folder(
     """Reload a folder in a clean process and compare it with the trained model.
 
     The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on a base
-    built from the adapter's config. Compared are the maximum of the tokenizer and the config, the live frequencies, and
-    logits at positions past the old window, which `pose_probe.json` holds of the trained model.
+    built from the adapter's config. A folder of another trainer has no record and no probe: it is compared with its
+    own config, and the report states what that does not prove.
 
     Args:
-        folder: a model or an adapter that was saved by a run of this package.
+        folder: a model or an adapter.
         base: where the base is, if not where adapter_config.json says.
         like: take record and probe from this folder, for a merged model that has none.
         device: "cpu", "cuda", …
@@ -111,9 +111,6 @@ def check_folder(
         trust_remote_code: allow the folder's own code to run.
         python: interpreter of another environment, e.g. with transformers 4; it does not need this package.
         timeout: seconds for the reload.
-
-    A folder of another trainer has no record and no probe: it is compared with its own config, and the report states
-    what that does not prove.
 
     Raises:
         PoSEError: no such folder, or a file in it that cannot be read.
@@ -139,13 +136,11 @@ def check_folder(
     _compare_tokenizer(report, answer, reference.target)
     if "maximum" not in report.differing():
         _compare_generation(report, answer, where)
-    if "logits" not in answer:
-        return report
-    if probe is None:
+    if "logits" not in answer or probe is None:
         _look_without_probe(report, answer, saved, reference)
         return report
     _compare_frequencies(report, answer["frequencies"], probe["frequencies"])
-    _compare_logits(report, answer, probe, saved)
+    _compare_logits(report, answer, probe, saved, reference)
     source = reference.path if reference.adapter is not None else saved.path.parent
     if probe["quantization"] and saved.adapter is None and is_adapter(source):
         # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
@@ -359,6 +354,8 @@ def _compare_generation(report: CheckReport, answer: Mapping[str, Any], base: Ba
 
 def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: Saved, reference: Saved) -> None:
     """Compare the live frequencies with the config's, and state that the weights are unproved."""
+    if "logits" not in answer:
+        return
     finite = bool(np.isfinite(np.array(answer["logits"], dtype=np.float64)).all())
     unknown = f"no {PROBE} in {reference.path}, so it is not proved that these weights are the trained ones"
     if not finite:
@@ -410,7 +407,9 @@ def _compare_frequencies(
     report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
 
 
-def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], saved: Saved) -> None:
+def _compare_logits(
+    report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], saved: Saved, reference: Saved
+) -> None:
     distance = report.numbers["logits"] = logit_distance(answer["logits"], probe["logits"])
     allowed, why = tolerance(probe, saved.adapter is not None, answer["dtype"])
     good = distance <= allowed
@@ -423,7 +422,7 @@ def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mappi
         report.numbers["plain"] = plain
         sentence += f"; at the base's frequencies it would be {plain:.1e}"
     report.add("logits", good, sentence)
-    if not good and (cause := embeddings_came_apart(saved)):
+    if not good and (cause := embeddings_came_apart(saved, reference)):
         report.add("embeddings", False, cause)
     if plain is not None and good and plain <= allowed:
         report.add("logits", None, "this comparison is too coarse to tell the two apart; rely on the frequencies above")
