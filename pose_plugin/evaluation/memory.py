@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import device_of, evaluating, last_logits
+from pose_plugin.evaluation.model import device_of, evaluating, prefill
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.distributed import gather
@@ -243,10 +243,10 @@ def _seconds(model: Any, length: int) -> float:
     ids = (torch.arange(length, device=device) % vocabulary)[None]
     with evaluating(model):
         # The first forward also compiles kernels and fills caches.
-        last_logits(model, ids, 1)
+        prefill(model, ids)
         start = time.perf_counter()
         # Copying the answer waits until the device has it.
-        last_logits(model, ids, 1).cpu()
+        prefill(model, ids)[0].cpu()
     return time.perf_counter() - start
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, best_sentence
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
-from pose_plugin.evaluation.results import Report, Row
+from pose_plugin.evaluation.results import ModelResult, Report, Row
 from pose_plugin.utils.files import write_whole
 
 ALIKE = (
@@ -93,9 +93,20 @@ def sentences(report: Report) -> list[str]:
     best = best_sentence(best_by_measure(report))
     known = {"Trained window": report.train_length, "target window": report.target_length}
     windows = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)
+    effective = [
+        f"Effective length by {name} (k_max): {', '.join(f'{who} {k_max}' for who, k_max in found.items())} tokens. Up "
+        "to this distance from the end, at least 20 % is found at every distance."
+        for name in report.measures
+        if (found := {m.name: m.results[name].k_max() for m in report.models if _far(m, name)})
+    ]
     definitions = dict.fromkeys(result.described for m in report.models for result in m.results.values())
     notes = [f"Note ({m.name}): {note}" for m in report.models for note in m.notes]
-    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *definitions, *notes]
+    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *effective, *definitions, *notes]
+
+
+def _far(model: ModelResult, name: str) -> bool:
+    """Return whether a model's result of a measure says how far back answers were."""
+    return name in model.results and any(row.distance is not None for row in model.results[name].rows)
 
 
 def text(report: Report) -> str:

@@ -25,7 +25,7 @@ class Prompt:
         length: tokens of prompt plus answer.
         depth: where the answer is, 0 (start) to 1 (end); None if that does not apply.
         expected: what has to be in the answer.
-        answer: the ids of the right answer, if there is only one way to write it.
+        distance: tokens from the beginning of the fact asked for to the end of prompt and answer, if known.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Prompt:
     length: int
     depth: float | None
     expected: tuple[str, ...]
-    answer: tuple[int, ...] = ()
+    distance: int | None = None
 
     def __post_init__(self) -> None:
         # A prompt of another length would silently measure another length.
@@ -107,8 +107,8 @@ class Retrieval(Measure):
             answer, score = answers[i]
             note = f"chance {chances[prompt.kind]}" if chances[prompt.kind] else ""
             details = {"expected": list(prompt.expected), "answer": answer}
-            rows.append(Row(length, score, kind=prompt.kind, depth=prompt.depth, note=note, details=details))
-        examples = {kind: self._tokenizer.decode([*first[kind].ids, *first[kind].answer]) for kind in self.asked()}
+            rows.append(Row(length, score, 1, prompt.kind, prompt.depth, prompt.distance, note=note, details=details))
+        examples = {kind: self._tokenizer.decode(first[kind].ids) for kind in self.asked()}
         return Result(self.name, self._definition(), tuple(rows), examples)
 
     def answers_to(self, model: Any, prompts: Sequence[Prompt], bar: Any) -> list[tuple[str, float]]:

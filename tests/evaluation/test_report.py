@@ -17,8 +17,12 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def keys(found: dict[int, int]) -> Result:
-    """Ten prompts per length, at depths 0 and 1 in turn."""
-    rows = [Row(n, float(i < right), depth=float(i % 2)) for n, right in found.items() for i in range(10)]
+    """Ten prompts per length, at depths 0 and 1/4 in turn."""
+    rows = [
+        Row(n, float(i < right), depth=i % 2 / 4, distance=n - i % 2 * n // 4)
+        for n, right in found.items()
+        for i in range(10)
+    ]
     return Result("passkey", "Ten keys.", tuple(rows), {"": "There is …"})
 
 
@@ -66,7 +70,8 @@ def test_every_form_shows_every_cell_and_sentence(report, tmp_path):
             assert all(cell in found for row in [header, *rows] for cell in row), form
         sentences = ["Ten keys.", "Two texts. By length: 128: stride 64; 256: stride 128.", "Note (base): a < b"]
         sentences += ["Best over all measures: ", "Trained window: 128 tokens, target window: 256 tokens."]
-        assert [found.count(sentence) for sentence in sentences] == [1] * 5, form
+        sentences += ["Effective length by passkey (k_max): base 128, PoSE | linear 256 tokens"]
+        assert [found.count(sentence) for sentence in sentences] == [1] * 6, form
 
 
 def test_tables_with_gaps():

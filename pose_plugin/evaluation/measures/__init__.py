@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures.gap import Gap
 from pose_plugin.evaluation.measures.harness import Harness
+from pose_plugin.evaluation.measures.haystack import Haystack
 from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.measures.needle import Needle
 from pose_plugin.evaluation.measures.passkey import Passkey
@@ -19,7 +20,7 @@ from pose_plugin.evaluation.measures.topics import Topics
 from pose_plugin.utils.errors import PoSEError
 
 MEASURES: dict[str, type[Measure]] = {
-    measure.name: measure for measure in (Passkey, Perplexity, Needle, Topics, LongPPL, Gap, Short, Harness)
+    measure.name: measure for measure in (Passkey, Haystack, Perplexity, Needle, Topics, LongPPL, Gap, Short, Harness)
 }
 
 
