@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pose_plugin.evaluation.measures import MEASURES
-from pose_plugin.evaluation.results import FEWEST, Report, Row
-
-ERRORS = 2
-"""Standard errors of the mean difference above which two models differ."""
+from pose_plugin.evaluation.results import ERRORS, FEWEST, Report, Row
 
 
 @dataclass(frozen=True)

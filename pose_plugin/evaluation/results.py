@@ -12,6 +12,8 @@ import numpy as np
 
 FEWEST = 5
 """Prompts or windows below which any difference is within noise."""
+ERRORS = 2
+"""Standard errors of the mean difference above which two models differ."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_a_measurement_that_fails_does_not_end_the_training(make_llama, tokenize
     callback = EvaluationCallback([Broken(), Half()], [64], every=2)
     with caplog.at_level("WARNING"):
         trainer = train(make_llama(), tokenizer, tmp_path, [callback])
-    assert trainer.state.global_step == 4 and "step 2: broken was not measured" in caplog.text
+    assert trainer.state.global_step == 4 and "step 2: broken is not measured at 200" in caplog.text
     assert [row["half/64"] for row in trainer.state.log_history if "half/64" in row] == [0.5, 0.5]
     assert [(step, list(found)) for step, found in callback.results] == [(2, ["half"]), (4, ["half"])]
 
@@ -149,7 +149,7 @@ def test_lengths_that_a_model_cannot_read_do_not_end_the_training(tokenizer, tmp
     callback = EvaluationCallback([Passkey(trials=1), Short(texts=[TEXT], short_length=64)], [200])
     with caplog.at_level("WARNING"):
         trainer = train(model, tokenizer, tmp_path, [callback])
-    assert trainer.state.global_step == 4 and "passkey was not measured, the training goes on: IndexErr" in caplog.text
+    assert trainer.state.global_step == 4 and "the training goes on: IndexErr" in caplog.text
     assert [row["step"] for row in trainer.state.log_history if "short_perplexity/64" in row] == [4]
 
 

@@ -45,7 +45,7 @@ ROWS = {
         {"trials": 2},
     ),
     "haystack": Expected(
-        [f"haystack/{n}/{n >> k}" for n in (600, 700) for k in (1, 0)],
+        [f"haystack/{n}/{n >> k}" for n in (600, 700) for k in (3, 1, 0)],
         ["haystack.csv", "haystack_600.png", "haystack_700.png"],
         ["haystack/k_max"],
         {"facts": 3},

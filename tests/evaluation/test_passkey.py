@@ -197,7 +197,7 @@ def result_of(found):
 
 @pytest.mark.parametrize(
     ("found_of_ten", "expected"),
-    [((10, 10, 10, 10), 400), ((10, 1, 10, 10), 100), ((1, 10), 0), ((10, 2, 0), 200), ((2, 2, 2), 400), ((9,), 100)],
+    [((10, 10, 10, 10), 400), ((10, 1, 10, 10), 100), ((1, 10), 0), ((10, 2, 0), 200), ((2, 2, 2), 300), ((9,), 100)],
 )
 def test_k_max_ends_before_the_first_distance_with_fewer_than_a_fifth(found_of_ten, expected):
     assert result_of(found_of_ten).k_max() == expected

@@ -169,9 +169,9 @@ class Haystack(Measure):
                 bar.update()
                 return [found]
 
-            answers = itertools.chain.from_iterable(in_batches(model, texts, length, run, 1))
+            answers: list[list[Answer]] = in_batches(model, texts, length, run, 1)
         rows = []
-        for each in answers:
+        for each in itertools.chain.from_iterable(answers):
             details = {"name": each.name, "expected": each.key, "answer": each.answer}
             far = band(each.distance, edges)[1]
             rows.append(Row(far, float(each.found), kind=str(length), distance=each.distance, details=details))
