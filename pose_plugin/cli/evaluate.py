@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,42 +114,32 @@ class _Asked:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        complaints = Complaints()
-        self.lengths: list[int] | None = None
-        self.windows: dict[str, int | None] = dict.fromkeys(("train_length", "target_length"))
-        self.extensions: list[tuple[int, dict[str, Any]]] = []
-        if args.lengths is not None:
-            with complaints, _naming(f"--lengths {args.lengths}"):
-                self.lengths = parse_lengths(args.lengths)
-        for name in self.windows:
-            if getattr(args, name) is not None:
-                with complaints, _naming(f"{_flag(name)} {getattr(args, name)}"):
-                    self.windows[name] = parse_length(getattr(args, name))
-        for text in args.extend:
-            with complaints, _naming(f"--extend {text}"):
-                self.extensions.append(_extension(text))
-        with complaints:
+        self._complaints = Complaints()
+        self.lengths = self._parsed("--lengths", args.lengths, parse_lengths)
+        self.train_length = self._parsed("--train-length", args.train_length, parse_length)
+        self.target_length = self._parsed("--target-length", args.target_length, parse_length)
+        self.extensions = [self._parsed("--extend", text, _extension) for text in args.extend]
+        with self._complaints:
             self.names = _labels(args.label, args.models)
         for path in args.models:
-            with complaints:
+            with self._complaints:
                 # A hub name has no such beginning.
                 if path.startswith((".", "/", "~")) and not Path(path).exists():
                     raise PoSEError(f"{path} does not exist; give the folder of a model or of an adapter")
-        with complaints:
+        with self._complaints:
             if not args.no_figures:
                 require_matplotlib()
-        with complaints:
+        with self._complaints:
             self.measures = _measures(args)
-        complaints.raise_all()
+        self._complaints.raise_all()
 
-
-@contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Put an option and its value in front of a complaint."""
-    try:
-        yield
-    except PoSEError as error:
-        raise PoSEError(f"{option}: {error}") from None
+    def _parsed(self, option: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+        with self._complaints:
+            try:
+                return None if text is None else parse(text)
+            except PoSEError as error:
+                raise PoSEError(f"{option} {text}: {error}") from None
+        return None
 
 
 def _measure(session: Any, sources: list[Source], report: Report) -> None:
@@ -195,8 +185,8 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
         chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
         with complaints:
             require_effect(given, chosen, _flag)
-    if len({Path(path).resolve() for path in args.texts}) < len(args.texts):
-        with complaints:
+    with complaints:
+        if len({Path(path).resolve() for path in args.texts}) < len(args.texts):
             # A text would silently count twice.
             raise PoSEError(f"--texts {' '.join(args.texts)} names a file twice; name each once")
     texts = []
@@ -223,8 +213,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     except ValidationError as error:
         names = [str(each["loc"][0]) for each in error.errors()]
         sentences = explain(error, "options", model).splitlines()
-        told = [f"{_flag(name)} {given[name]}: {text}" for name, text in zip(names, sentences, strict=True)]
-        raise PoSEError("\n".join(told)) from None
+        shown = [f"{_flag(name)} {given[name]}: {text}" for name, text in zip(names, sentences, strict=True)]
+        raise PoSEError("\n".join(shown)) from None
 
 
 def _typed(text: str, annotation: str) -> Any:
@@ -260,6 +250,7 @@ def _sources(models: list[str], asked: _Asked) -> list[Source]:
     for path in models:
         with complaints:
             sources.append(describe(path, asked.names.get(path)))
+    complaints.raise_all()
     _name_by_folders([source for source in sources if source.path not in asked.names])
     # Behind the model they are variants of: base, RoPE only, trained.
     for number, extension in enumerate(asked.extensions, 1):
@@ -287,8 +278,8 @@ def _name_by_folders(sources: list[Source]) -> None:
 
 def _windows(asked: _Asked, sources: list[Source]) -> tuple[int | None, int | None]:
     """The trained and the wanted window: as asked, as recorded at training, or as the first model has it."""
-    trained = [asked.windows["train_length"], *(s.record.get("train_length") for s in sources), sources[0].maximum]
-    wanted = [asked.windows["target_length"], *(s.record.get("target_length") for s in sources)]
+    trained = [asked.train_length, *(s.record.get("train_length") for s in sources), sources[0].maximum]
+    wanted = [asked.target_length, *(s.record.get("target_length") for s in sources)]
     return next(filter(None, trained), None), next(filter(None, wanted), None)
 
 
@@ -306,8 +297,7 @@ def _examples(report: Report) -> str:
     for model in report.models:
         for result in model.results.values():
             for kind, text in result.examples.items():
-                name = f"{result.measure} prompt ({kind})" if kind else f"{result.measure} prompt"
-                shown.setdefault(f"{name}, {result.lengths[0]} tokens", text)
+                shown.setdefault(f"{result.measure} prompt ({kind})" if kind else f"{result.measure} prompt", text)
     parts = []
     for title, text in shown.items():
         text = text if len(text) <= 700 else f"{text[:350]} […] {text[-350:]}"

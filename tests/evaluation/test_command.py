@@ -337,7 +337,7 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
         assert "the evaluator, adapter," in row["longppl"]["definition"]
     assert "Best over all measures: " in text and data["best"] in text
     assert "Short-context guard: perplexity at 200" in text and "Needle, kv: mean score" in text
-    assert "One needle prompt (kv), 420 tokens" in text
+    assert "One needle prompt (kv):" in text
     assert "420 tokens ×" in text and "together about" in text and "GiB besides the weights" in text
     names = {path.name for path in tmp_path.iterdir()}
     assert {"needle_single.png", "needle_kv.png", "longppl.png", "gap.png", "needle.csv", "longppl.csv", "gap.csv",
