@@ -22,7 +22,8 @@ from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 ALL = (*MEASURES, "answer")
-PROMPTS, TEXTS = {"passkey", "needle", "topics"}, {"perplexity", "longppl", "gap", "short", "answer"}
+PROMPTS = {"passkey", "needle", "topics"}
+TEXTS = {"haystack", "perplexity", "longppl", "gap", "short", "answer"}
 
 
 @pytest.fixture
