@@ -1,4 +1,4 @@
-"""Measure what the package itself costs: imports, the collator, a training step, the self-test.
+"""Measure what the package itself costs: imports, the collator, a training step, the self-test, evaluation.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py                     # three minutes of one core
     python benchmarks/overhead.py --against ../before                   # the same for another checkout, in turns
@@ -135,11 +135,57 @@ def testing(model: str) -> dict[str, float]:
     return {"the self-test": _fastest(lambda: self_test(loaded, collator), times=3)}
 
 
+def evaluating(model: str) -> dict[str, float]:
+    """Seconds of retrieval measures at 2,048 tokens, and of the forwards that they need."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pose_plugin.evaluation.measures.haystack import Haystack
+    from pose_plugin.evaluation.measures.passkey import Passkey
+
+    torch.set_num_threads(1)
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(BASE).eval(), AutoTokenizer.from_pretrained(BASE)
+    passkey, texts = Passkey(trials=16, progress=False), [f"Line {i} of a story.\n" * 300 for i in range(4)]
+    haystack = Haystack(texts=texts, facts=10, progress=False)
+    haystack.prepare(tokenizer, [TOKENS])
+    text = haystack._build(TOKENS, 0)
+    questions = sum(len(haystack._question(fact.name)) for fact in text.facts)
+    steps = haystack.wording.digits + 2
+
+    @torch.no_grad()
+    def forwards(rows: int, first: int, then: list[tuple[int, int]]) -> None:
+        """Read `rows` texts, then what `then` lists: (rows, tokens) of each forward."""
+        cache = None
+        for count, length in [(rows, first), *then]:
+            ids = torch.full((count, length), 7)
+            output = loaded(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+
+    calls = {
+        "16 passkeys of 2,048 tokens": lambda: passkey.measure(loaded, tokenizer, [TOKENS]),
+        # Eight texts at a time, and an answer of five digits, the first of which follows the text itself.
+        "16 passkeys of 2,048 tokens, their forwards": lambda: [
+            forwards(8, TOKENS - 5, [(8, 1)] * 4) for _ in range(2)
+        ],
+        "4 haystacks of 2,048 tokens, 10 questions each": lambda: haystack.measure(loaded, tokenizer, [TOKENS]),
+        "4 haystacks of 2,048 tokens, their forwards": lambda: [
+            forwards(1, len(text.ids), [(1, questions), *[(1, len(text.facts))] * (steps - 1)]) for _ in texts
+        ],
+    }
+    found: dict[str, float] = {}
+    for _ in range(3):  # in turns
+        for name, call in calls.items():
+            seconds = _fastest(call, times=2)
+            found[name] = min(seconds, found.get(name, seconds))
+    return found
+
+
 MEASUREMENTS: dict[str, Callable[[str], dict[str, float]]] = {
     "imports": imports,
     "collating": collating,
     "stepping": stepping,
     "testing": testing,
+    "evaluating": evaluating,
 }
 
 

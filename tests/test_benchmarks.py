@@ -146,9 +146,17 @@ def test_overhead_measures_all_that_it_lists(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     (seconds,) = json.loads((tmp_path / "overhead.json").read_text())["seconds"].values()
-    assert len(seconds) == 7 and all(f"| {name} |" in done.stdout for name in seconds)
+    assert len(seconds) == 11 and all(f"| {name} |" in done.stdout for name in seconds)
     # The first two are differences between processes, so noise may make them negative.
     assert all(value > 0 for value in list(seconds.values())[2:])
+
+
+def test_questions_on_a_cached_text_are_timed(tmp_path):
+    command = [sys.executable, str(FOLDER / "cached_haystack.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "cached_haystack.json").read_text())["rows"]
+    assert (row["length"], row["questions"]) == (2048, 40) and "| 2048 | 40 |" in done.stdout
 
 
 def test_the_gpu_checks_run_on_a_cpu(tmp_path):

@@ -20,8 +20,10 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import RESULTS, machine, markdown  # noqa: E402
 from recall import texts, words  # noqa: E402
-from recall.haystack import Wording, ask, build, by_band, read  # noqa: E402
+from recall.bands import by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
+
+from pose_plugin.evaluation.measures.haystack import Wording, ask, build, cached  # noqa: E402
 
 OUTPUT = RESULTS / "recall_calibration.json"
 
@@ -115,7 +117,7 @@ def run(name: str, what: Try) -> list[dict[str, Any]]:
     rows = []
     with evaluating(model):
         begin = time.process_time()
-        cache = read(model, haystack)
+        cache = cached(model, haystack)
         reading = time.process_time() - begin
         for label, question in what.questions.items():
             begin = time.process_time()

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recall.haystack import filled, token_ids
 from recall.training_words import INTROS, NAMES, TEMPLATES
 from smollm2 import get
 
-from pose_plugin.evaluation.prompts import leading_ids, random_key
+from pose_plugin.evaluation.measures.haystack import filled
+from pose_plugin.evaluation.prompts import leading_ids, random_key, token_ids
 from pose_plugin.utils.files import atomic_file
 
 SHORT, LONG = 256, 4096

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recall import words
-from recall.haystack import Wording
+
+from pose_plugin.evaluation.measures.haystack import Wording
 
 LENGTH, COUNT = 32704, 40
 """Tokens of a haystack and facts in it; 64 tokens of the window are left for the question and its answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pose_plugin.evaluation.measures.haystack import INTRO, NAMES
+
 _PLACES = (
     "Avignon Bergen Cardiff Dakar Edmonton Florence Granada Hanover Innsbruck Jakarta Kyoto Lisbon Marseille Nairobi "
     "Odense Palermo Quito Riga Salzburg Tallinn Utrecht Verona Winnipeg Yerevan Zagreb Athens Boston Cairo Dublin "
@@ -16,10 +18,7 @@ THINGS = (
     *("warehouse shelf", "weather station", "satellite signal", "voting district", "recipe card", "school bell"),
     *("boat registration", "insurance policy", "elevator code", "film reel", "garden plot", "coin collection"),
 )
-MEMORIZE = (
-    "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
-    "I will quiz you about the important information there."
-)
+MEMORIZE = INTRO
 SENTENCES = (
     "To open the green door, type",
     "Captain Harlow's telephone extension:",
@@ -66,48 +65,7 @@ SENTENCES = (
     "The warehouse robot answers to",
     "Tax form for widows:",
 )
-NUMBERS = (
-    "The code for the green door is",
-    "Captain Harlow has telephone extension",
-    "The lighthouse was built with serial number",
-    "Our accountant filed invoice number",
-    "The bus depot is stop number",
-    "The oldest vase has museum number",
-    "Mrs. Albright won the lottery with ticket number",
-    "The satellite sends on frequency",
-    "The stolen bicycle carries frame number",
-    "Patient Rosenthal has file number",
-    "The bakery opens its till with PIN",
-    "The atlas stands on shelf number",
-    "The elephant wears the ear tag",
-    "Inspector Boyle wears badge number",
-    "Springfield is voting district number",
-    "The oldest wine is bottle number",
-    "The gate keeper wants the password",
-    "The printer needs cartridge number",
-    "Professor Ito published theorem number",
-    "Grandmother opens her safe with combination",
-    "The pirate buried his chest at mile",
-    "The organ builder tuned pipe number",
-    "Pilots call the airport by code",
-    "The chess club registered member number",
-    "Engineers tightened valve number",
-    "The comet has catalogue number",
-    "The Kyoto hotel gave us room number",
-    "The shepherd branded his ram with number",
-    "Customs officers opened container number",
-    "The telescope points at star number",
-    "Judge Whitmore closed case number",
-    "The vending machine accepts coupon number",
-    "Divers found the wreck at buoy number",
-    "The tailor ordered button number",
-    "Nurse Okafor answers on pager",
-    "The harbour tram is line number",
-    "Beekeepers painted on the hive the number",
-    "The soup is made from recipe number",
-    "Scouts radio the camp on channel",
-    "Widows fill in tax form number",
-)
+NUMBERS = NAMES
 NOUNS = (
     "The green door opens with code",
     "Captain Harlow has telephone extension",

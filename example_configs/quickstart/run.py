@@ -130,7 +130,7 @@ def run(
 ) -> Any:
     """Train `runs`, evaluate them and the base, and print, write and return the `Report`."""
     from pose_plugin.evaluation.figures import draw
-    from pose_plugin.evaluation.report import text, write
+    from pose_plugin.evaluation.report import markdown, write
     from pose_plugin.evaluation.results import Report
 
     os.environ.update(QUIET)
@@ -155,7 +155,7 @@ def run(
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
     pictures = draw(report, output)
     files = [*write(report, output, pictures), *pictures]
-    print(f"\n{text(report)}\n\nThe extended model is in {folder_of('PoSE', output)}")
+    print(f"\n{markdown(report)}\nThe extended model is in {folder_of('PoSE', output)}")
     print("\n".join(f"  {file}" for file in files))
     return report
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError, create_model
 
 from pose_plugin.config import Strict, explain
-from pose_plugin.evaluation.measure import Windows
+from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
 from pose_plugin.evaluation.settings import read_text
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import Complaints, PoSEError
+from pose_plugin.utils.lengths import parse_length, parse_lengths
+from pose_plugin.utils.plots import require_matplotlib
 
 if TYPE_CHECKING:
     from pose_plugin.checkpoints.load import Source
@@ -34,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add = parser.add_argument
     default = ", ".join(name for name, measure in by_task().items() if measure.by_default)
     add("models", nargs="+", metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
-    add("--lengths", required=True, help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes")
+    add("--lengths", help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes; default: an eighth of the "
+        "target window, doubled up to twice the target, as far as they fit in memory")  # fmt: skip
     add("--tasks", help=f"of {', '.join(by_task())}, or all; default: {default}, as far as there are --texts")
     add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
     add("--texts", nargs="+", default=[], metavar="FILE", help=f"documents for {with_texts()}; UTF-8")
@@ -46,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         add(_flag(name), help=option.description)
     add("--plan", action="store_true", help="only show how long it would take and how much memory")
     add("--fresh", action="store_true", help="measure again what --output holds already")
-    add("--train-length", type=int, help="the trained window, to mark it; default: as recorded")
-    add("--target-length", type=int, help="the wanted window, to mark it; default: as recorded")
+    add("--train-length", help="the trained window, to mark it; default: as recorded")
+    add("--target-length", help="the wanted window, to mark it; default: as recorded")
     add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
     add("--device", help="cuda, cpu, …; default: the accelerator if there is one")
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")
@@ -64,25 +68,24 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PoSEError: input that cannot work, before any weights are loaded where possible.
     """
-    lengths, measures = _lengths(args.lengths), _measures(args)
+    asked = _Asked(args)
     output = Path(args.output)
-    if not args.no_figures:
-        from pose_plugin.utils.plots import require_matplotlib
-
-        require_matplotlib()
     if args.quiet:
         from transformers.utils import logging
 
         # The bar of loading weights.
         logging.disable_progress_bar()
-    sources = _sources(args)
-    trained, target = _windows(args, sources)
+    sources = _sources(args.models, asked)
+    trained, target = _windows(asked, sources)
+    lengths = asked.lengths or default_lengths(target or max(source.maximum or 1 for source in sources))
 
     from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.run import Session
 
-    evaluator = _evaluator(measures, sources)
-    session = Session(measures, lengths, output, args.dtype, args.device, fresh=args.fresh)
+    evaluator = _evaluator(asked.measures, sources)
+    session = Session(
+        asked.measures, lengths, output, args.dtype, args.device, args.fresh, where_possible=not asked.lengths
+    )
     session.check(sources, evaluator, Windows(base=sources[0].maximum, trained=trained))
     if args.plan:
         print(session.forecast(sources))
@@ -100,7 +103,43 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nStopped. What is finished is kept in {output}; the same command resumes from there.")
         raise
     _finish(report, output, figures=not args.no_figures)
-    return 1 if session.left_out else 0
+    return 1 if session.failed else 0
+
+
+class _Asked:
+    """What the options ask for, read before anything heavy is imported.
+
+    Raises:
+        PoSEError: all options that cannot work, one line each.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._complaints = Complaints()
+        self.lengths = self._parsed("--lengths", args.lengths, parse_lengths)
+        self.train_length = self._parsed("--train-length", args.train_length, parse_length)
+        self.target_length = self._parsed("--target-length", args.target_length, parse_length)
+        self.extensions = [self._parsed("--extend", text, _extension) for text in args.extend]
+        with self._complaints:
+            self.names = _labels(args.label, args.models)
+        for path in args.models:
+            with self._complaints:
+                # A hub name has no such beginning.
+                if path.startswith((".", "/", "~")) and not Path(path).exists():
+                    raise PoSEError(f"{path} does not exist; give the folder of a model or of an adapter")
+        with self._complaints:
+            if not args.no_figures:
+                require_matplotlib()
+        with self._complaints:
+            self.measures = _measures(args)
+        self._complaints.raise_all()
+
+    def _parsed(self, option: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+        with self._complaints:
+            try:
+                return None if text is None else parse(text)
+            except PoSEError as error:
+                raise PoSEError(f"{option} {text}: {error}") from None
+        return None
 
 
 def _measure(session: Any, sources: list[Source], report: Report) -> None:
@@ -118,7 +157,7 @@ def _measure(session: Any, sources: list[Source], report: Report) -> None:
 
 
 def _finish(report: Report, output: Path, figures: bool) -> None:
-    from pose_plugin.evaluation.report import text, write
+    from pose_plugin.evaluation.report import markdown, write
     from pose_plugin.evaluation.run import writing
 
     pictures = []
@@ -128,44 +167,54 @@ def _finish(report: Report, output: Path, figures: bool) -> None:
 
             pictures = draw(report, output)
         written = [*write(report, output, pictures), *pictures]
-    print(_examples(report) + text(report))
+    print(_examples(report) + markdown(report))
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
 
 
 def _measures(args: argparse.Namespace) -> list[Measure]:
     """Return the measures with their options."""
-    given = _options(args)
-    by_option = [measure for measure in MEASURES.values() if measure.chosen_by and given.get(measure.chosen_by)]
-    tasks = None if args.tasks is None else _names(args.tasks)
-    if tasks == [] and not by_option:
-        raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
-    chosen = [*choose(tasks, bool(args.texts), "--tasks"), *by_option]
-    needed = any(measure.needs_texts for measure in chosen)
-    files = [Path(path).resolve() for path in args.texts]
-    if len(set(files)) < len(files):
-        # A text would silently count twice.
-        raise PoSEError(f"--texts {' '.join(args.texts)} names a file twice; name each once")
-    texts = [read_text(path, "--texts") for path in args.texts] if needed else []
-    require_effect(given, chosen, _flag)
-    return make(chosen, {"progress": not args.quiet, **given}, texts, lambda name, path: read_text(path, _flag(name)))
+    complaints = Complaints()
+    given: dict[str, Any] = {}
+    with complaints:
+        given = _options(args)
+    tasks = None if args.tasks is None else _parts(args.tasks)
+    chosen = [measure for measure in MEASURES.values() if measure.chosen_by and given.get(measure.chosen_by)]
+    with complaints:
+        if tasks == [] and not chosen:
+            raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
+        chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
+        with complaints:
+            require_effect(given, chosen, _flag)
+    with complaints:
+        if len({Path(path).resolve() for path in args.texts}) < len(args.texts):
+            # A text would silently count twice.
+            raise PoSEError(f"--texts {' '.join(args.texts)} names a file twice; name each once")
+    texts = []
+    for path in args.texts if any(measure.needs_texts for measure in chosen) else ():
+        with complaints:
+            texts.append(read_text(path, "--texts"))
+    made: list[Measure] = []
+    with complaints:
+        given["progress"] = not args.quiet
+        made = make(chosen, given, texts, lambda name, path: read_text(path, _flag(name)))
+    complaints.raise_all()
+    return made
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given, with the types that the measures declare."""
     declared = options_of(MEASURES.values())
     given = {name: getattr(args, name) for name in declared if getattr(args, name) is not None}
-    windows = {name: getattr(args, name) for name in ("train_length", "target_length")}
-    for name, value in windows.items():
-        if value is not None and value < 1:
-            raise PoSEError(f"{_flag(name)}={value} must be at least 1")
     values = {name: _typed(text, str(declared[name].rebuild_annotation())) for name, text in given.items()}
     fields: dict[str, Any] = {name: (declared[name].rebuild_annotation(), ...) for name in given}
     model = create_model("Options", __base__=Strict, **fields)
     try:
         return dict(model(**values))
     except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        raise PoSEError(f"{_flag(name)} {given[name]}: {explain(error, 'options', model)}") from None
+        names = [str(each["loc"][0]) for each in error.errors()]
+        sentences = explain(error, "options", model).splitlines()
+        shown = [f"{_flag(name)} {given[name]}: {text}" for name, text in zip(names, sentences, strict=True)]
+        raise PoSEError("\n".join(shown)) from None
 
 
 def _typed(text: str, annotation: str) -> Any:
@@ -173,13 +222,7 @@ def _typed(text: str, annotation: str) -> Any:
     if "list" in annotation:
         inner = annotation[annotation.index("list[") + 5 :]
         return [_typed(part.strip(), inner) for part in text.split(",") if part.strip()]
-    for name, kind in (("int", int), ("float", float)):
-        if name in annotation:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    return text
+    return _number(text) if "int" in annotation or "float" in annotation else text
 
 
 def _flag(name: str) -> str:
@@ -200,14 +243,20 @@ def _evaluator(measures: list[Measure], sources: list[Source]) -> Source | None:
     return same[0] if same else describe(named)
 
 
-def _sources(args: argparse.Namespace) -> list[Source]:
+def _sources(models: list[str], asked: _Asked) -> list[Source]:
     from pose_plugin.checkpoints.load import describe, extended
 
-    names = _labels(args.label, args.models)
-    sources = [describe(path, names.get(path)) for path in args.models]
-    _name_by_folders([source for source in sources if source.path not in names])
+    sources, complaints = [], Complaints()
+    for path in models:
+        with complaints:
+            sources.append(describe(path, asked.names.get(path)))
+    complaints.raise_all()
+    _name_by_folders([source for source in sources if source.path not in asked.names])
     # Behind the model they are variants of: base, RoPE only, trained.
-    sources[1:1] = [extended(sources[0], *_extension(text)) for text in args.extend]
+    for number, extension in enumerate(asked.extensions, 1):
+        with complaints:
+            sources.insert(number, extended(sources[0], *extension))
+    complaints.raise_all()
     taken: set[str] = set()
     for source in sources:
         more = (f"{source.name} ({n})" for n in itertools.count(2))
@@ -227,10 +276,10 @@ def _name_by_folders(sources: list[Source]) -> None:
                 break
 
 
-def _windows(args: argparse.Namespace, sources: list[Source]) -> tuple[int | None, int | None]:
-    """The trained and the wanted window: as told, as recorded at training, or as the first model has it."""
-    trained = [args.train_length, *(s.record.get("train_length") for s in sources), sources[0].maximum]
-    wanted = [args.target_length, *(s.record.get("target_length") for s in sources)]
+def _windows(asked: _Asked, sources: list[Source]) -> tuple[int | None, int | None]:
+    """The trained and the wanted window: as asked, as recorded at training, or as the first model has it."""
+    trained = [asked.train_length, *(s.record.get("train_length") for s in sources), sources[0].maximum]
+    wanted = [asked.target_length, *(s.record.get("target_length") for s in sources)]
     return next(filter(None, trained), None), next(filter(None, wanted), None)
 
 
@@ -248,8 +297,7 @@ def _examples(report: Report) -> str:
     for model in report.models:
         for result in model.results.values():
             for kind, text in result.examples.items():
-                name = f"{result.measure} prompt ({kind})" if kind else f"{result.measure} prompt"
-                shown.setdefault(f"{name}, {result.lengths[0]} tokens", text)
+                shown.setdefault(f"{result.measure} prompt ({kind})" if kind else f"{result.measure} prompt", text)
     parts = []
     for title, text in shown.items():
         text = text if len(text) <= 700 else f"{text[:350]} […] {text[-350:]}"
@@ -257,24 +305,8 @@ def _examples(report: Report) -> str:
     return "".join(parts) + "\n"
 
 
-def _names(text: str | None) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        lengths = sorted({_tokens(part.strip().lower()) for part in text.split(",")})
-    except ValueError:
-        raise PoSEError(f"--lengths {text} must be token counts with commas, e.g. 2048,4096 or 2k") from None
-    if lengths[-1] > 2**31 - 1:
-        raise PoSEError(f"--lengths {text}: {lengths[-1]} is beyond what a position can be, {2**31 - 1}")
-    if lengths[0] < 1:
-        raise PoSEError(f"--lengths {text}: {lengths[0]} must be at least 1 token")
-    return lengths
-
-
-def _tokens(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+def _parts(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
@@ -296,14 +328,16 @@ def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
 def _extension(text: str) -> tuple[int, dict[str, Any]]:
     """(2048, {"type": "linear"}) for `target_length=2048,rope=linear`; further keys are those of `rope:`."""
     values = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    try:
-        target = _tokens(values.pop("target_length", "").lower())
-    except ValueError:
-        raise PoSEError(f"--extend {text} needs target_length in tokens, e.g. target_length=32k,rope=yarn") from None
+    if "target_length" not in values:
+        raise PoSEError("target_length is missing; write e.g. target_length=32k,rope=yarn")
+    target = parse_length(values.pop("target_length"))
     rope: dict[str, Any] = {"type": values.pop("rope", "yarn")}
-    for key, value in values.items():
-        try:
-            rope[key] = int(value) if value.isdigit() else float(value)
-        except ValueError:
-            rope[key] = value
-    return target, rope
+    return target, rope | {key: _number(value) for key, value in values.items()}
+
+
+def _number(text: str) -> int | float | str:
+    """Return a text as a number, if it is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

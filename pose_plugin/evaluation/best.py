@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pose_plugin.evaluation.measures import MEASURES
-from pose_plugin.evaluation.results import Report, Row
-
-FEWEST = 5
-"""Prompts or windows below which any difference is within noise."""
-ERRORS = 2
-"""Standard errors of the mean difference above which two models differ."""
+from pose_plugin.evaluation.results import ERRORS, FEWEST, Report, Row
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from transformers import TrainerCallback
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.evaluation.measure import Measure, Windows, require_same_tokens
-from pose_plugin.evaluation.memory import TooLittleMemory, require_room, tokens_at_once
+from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens
+from pose_plugin.evaluation.memory import require_room, tokens_at_once
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.results import Result, joined
 from pose_plugin.evaluation.settings import parse_block
@@ -48,6 +48,7 @@ class EvaluationCallback(TrainerCallback):
 
     Attributes:
         results: (step, {name of the measure: result}) of each measurement.
+        where_possible: whether lengths that a measure cannot be measured at are left out; else they are an error.
 
     Example:
         >>> callback = EvaluationCallback([Passkey(trials=20)], lengths=[2048, 8192, 32768], every=100)
@@ -69,7 +70,7 @@ class EvaluationCallback(TrainerCallback):
             raise PoSEError("EvaluationCallback never measures: set every, at_start or at_end")
         self.measures = [measure.model_copy(update={"progress": False}) for measure in measures]
         self.lengths, self.tokenizer, self.train_length = list(lengths), tokenizer, train_length
-        self.every, self.at_start, self.at_end = every, at_start, at_end
+        self.every, self.at_start, self.at_end, self.where_possible = every, at_start, at_end, False
         self.trainer: Any = None
         self.results: list[tuple[int, dict[str, Result]]] = []
         self._named: dict[str, set[int]] = {}
@@ -110,7 +111,12 @@ class EvaluationCallback(TrainerCallback):
             require_room(unwrap(model).config, min(self.lengths, default=1), device_of(model))
             for measure in self.measures:
                 try:
-                    measure.prepare(tokenizer, self.lengths, self._windows(model))
+                    if self.where_possible:
+                        left_out = prepare_where_possible(measure, tokenizer, self.lengths, self._windows(model))
+                        if left_out:
+                            log.info(left_out)
+                    else:
+                        measure.prepare(tokenizer, self.lengths, self._windows(model))
                     if measure.needs_evaluator and measure.answers is None:
                         measure.answers = self._ask(measure, model, tokenizer)
                 except PoSEError as error:
@@ -155,18 +161,7 @@ class EvaluationCallback(TrainerCallback):
         metrics: dict[str, float] = {}
         with outside_training(model.wrapped) if isinstance(model, InStep) else nullcontext():
             for measure in self.measures:
-                try:
-                    parts = self._parts(measure, model)
-                except Exception as error:
-                    # A measure of the user may raise anything.
-                    foreseen = isinstance(error, PoSEError) and not isinstance(error.__cause__, torch.OutOfMemoryError)
-                    if isinstance(model, InStep) and not foreseen:
-                        raise
-                    text = error if isinstance(error, PoSEError) else f"{type(error).__name__}: {error}"
-                    log.warning(
-                        "step %d: %s was not measured, the training goes on: %s", state.global_step, measure.name, text
-                    )
-                    continue
+                parts = self._parts(measure, model, state.global_step)
                 if parts:
                     result = found[measure.name] = joined(parts)
                     metrics |= result.metrics()
@@ -178,25 +173,30 @@ class EvaluationCallback(TrainerCallback):
         if metrics:
             report(metrics, args, state, control, self.trainer.callback_handler)
 
-    def _parts(self, measure: Measure, model: Any) -> list[Result]:
-        """Return the results of the lengths that fit in memory, the shortest first.
+    def _parts(self, measure: Measure, model: Any, step: int) -> list[Result]:
+        """Return the results of the lengths that can be measured, the shortest first.
 
         Raises:
-            TooLittleMemory: with divided weights, when memory ran out inside a forward.
+            Exception: with divided weights, what only one rank may have met.
         """
-        parts, lengths = [], measure.pieces()
-        for n in lengths:
+        parts: list[Result] = []
+        for n in measure.pieces():
             try:
                 tokens_at_once(model, measure.work(n).length)
                 parts.append(measure.run(model, n))
-            except TooLittleMemory as error:
-                if isinstance(model, InStep) and isinstance(error.__cause__, torch.OutOfMemoryError):
+            except Exception as error:
+                # A measure of the user may raise anything.
+                foreseen = isinstance(error, PoSEError) and not isinstance(error.__cause__, torch.OutOfMemoryError)
+                if isinstance(model, InStep) and not foreseen:
                     raise
-                left_out = [m for m in lengths if m >= n]
+                left_out = [m for m in measure.pieces() if m >= n]
                 # They are tried again each time, as memory may come back, but named once.
                 if not self._named.setdefault(measure.name, set()).issuperset(left_out):
+                    text = error if isinstance(error, PoSEError) else f"{type(error).__name__}: {error}"
                     listed = ", ".join(map(str, left_out))
-                    log.warning("%s is not measured at %s, the rest is: %s", measure.name, listed, error)
+                    log.warning(
+                        "step %d: %s is not measured at %s, the training goes on: %s", step, measure.name, listed, text
+                    )
                 self._named[measure.name].update(left_out)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -212,9 +212,11 @@ def from_settings(settings: PoSESettings) -> EvaluationCallback:
     """
     block = parse_block(settings)
     when = block.schedule
-    return EvaluationCallback(
+    callback = EvaluationCallback(
         block.measures(), block.lengths, None, when.every, when.at_start, when.at_end, settings.train_length
     )
+    callback.where_possible = block.where_possible
+    return callback
 
 
 def report(metrics: dict[str, float], args: Any, state: Any, control: Any, handler: Any) -> None:

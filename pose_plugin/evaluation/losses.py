@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.memory import LOGIT_BYTES, in_batches
-from pose_plugin.evaluation.model import device_of, evaluating, head_doing, progress_bar, takes, unwrap
+from pose_plugin.evaluation.model import device_of, evaluating, head_doing, progress_bar, read, takes, unwrap
 from pose_plugin.utils.errors import PoSEError
 
 Found = TypeVar("Found")
@@ -112,9 +112,10 @@ class TokenLoss:
         with head_doing(self.model, score):
             for start in range(0, input_ids.shape[1], step):
                 piece = input_ids[:, start : start + step]
-                cached = {} if chunk is None else {"past_key_values": cache}
-                output = self.model(input_ids=piece, use_cache=chunk is not None, **cached, **forward)
-                cache = None if chunk is None else output.past_key_values
+                if chunk is None:
+                    self.model(input_ids=piece, use_cache=False, **forward)
+                else:
+                    cache = read(self.model, piece, cache)[1]
         return losses
 
     def _in_pieces(self, input_ids: torch.Tensor, chunk: int | None, forward: dict[str, Any]) -> list[torch.Tensor]:
@@ -124,13 +125,11 @@ class TokenLoss:
         for start in range(0, length - 1, step):
             if chunk is None:
                 keep = torch.arange(start, min(start + step, length - 1), device=input_ids.device)
-                output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **forward)
+                logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **forward).logits
             else:
-                piece = input_ids[:, start : start + step]
-                output = self.model(input_ids=piece, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
+                logits, cache = read(self.model, input_ids[:, start : start + step], cache)
             targets = input_ids[:, start + 1 : start + step + 1]
-            losses.append(_loss(output.logits[:, : targets.shape[1]], targets))
+            losses.append(_loss(logits[:, : targets.shape[1]], targets))
         return losses
 
     def _after_head(self, logits: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ Nothing here or at the top of a measure's file imports torch: the command's help
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -155,9 +156,38 @@ class Measure(BaseModel):
         return {}
 
     @classmethod
-    def compare(cls, score: float, first: float) -> tuple[str, str]:
-        """Return the cells of `comparison` for a model's score and that of the first model."""
+    def compare(cls, row: Row, first: Row) -> tuple[str, str]:
+        """Return the cells of `comparison` for a model's row and that of the first model."""
         raise NotImplementedError
+
+
+def default_lengths(target: int) -> list[int]:
+    """Return an eighth of the target, doubled up to twice the target: models fail beyond the edge first."""
+    return sorted({max(1, target * 2**k // 8) for k in range(5)})
+
+
+def prepare_where_possible(
+    measure: Measure, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None
+) -> str:
+    """Prepare a measure for as many of some lengths as it can be measured at.
+
+    Returns:
+        which lengths are left out and why; "" if none is.
+
+    Raises:
+        PoSEError: it can be measured at none of them.
+    """
+    ranges = [lengths[a:b] for a, b in itertools.combinations(range(len(lengths) + 1), 2)]
+    reason: PoSEError | None = None
+    for some in sorted(ranges, key=len, reverse=True):
+        try:
+            measure.prepare(tokenizer, some, windows)
+        except PoSEError as error:
+            reason = error
+            continue
+        left_out = ", ".join(str(n) for n in lengths if n not in some)
+        return f"{measure.name} is not measured at {left_out}: {reason}" if left_out else ""
+    raise reason or PoSEError("lengths is empty")
 
 
 def require_same_tokens(measure: Measure, evaluator: Any, tokenizer: Any, name: str, other: str) -> None:

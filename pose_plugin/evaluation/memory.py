@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import device_of, evaluating, last_logits
+from pose_plugin.evaluation.model import device_of, evaluating, prefill
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.distributed import gather
@@ -187,46 +186,32 @@ def available_bytes(device: torch.device) -> int | None:
     return min(free, int(limit) - int(used) + cached)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Seconds and bytes of one piece of work; `problem` says why it does not fit."""
+def forecast(model: Any, works: Sequence[tuple[str, Work]], batch_size: int | None = None) -> str:
+    """Return a line per named piece of work, to read: how long it takes and how much memory.
 
-    work: Work
-    seconds: float = 0.0
-    bytes: int = 0
-    tokens: int = 0
-    problem: str = ""
-
-    def line(self, name: str) -> str:
-        """Return a line for the terminal."""
-        if not self.work.sequences:
-            return f"{name:<11} not estimated"
-        what = f"{name:<11} {self.work.length:>8} tokens × {self.work.sequences:>5}"
-        if self.problem:
-            return f"{what}  does not fit: {self.problem}"
-        read = f", read {self.tokens} tokens at a time" if self.tokens < self.work.length else ""
-        return f"{what}  about {duration(self.seconds)}, {self.bytes / 2**30:6.2f} GiB besides the weights{read}"
-
-
-def forecast(model: Any, works: Sequence[Work], batch_size: int | None = None) -> list[Forecast]:
-    """Return what each piece of work will take: one short forward is timed and extrapolated."""
+    One short forward is timed and extrapolated.
+    """
     config = unwrap(model).config.get_text_config()
     # A table of learned positions ends at its maximum.
     probe = min(PROBE, getattr(config, "max_position_embeddings", None) or PROBE)
     speed = operations(model, probe) / max(_seconds(model, probe), 1e-6)
-    found = []
-    for work in works:
+    lines, total = [], 0.0
+    for name, work in works:
+        what = f"  {name:<11} {work.length:>8} tokens × {work.sequences:>5}"
         if not work.sequences:
-            found.append(Forecast(work))
+            lines.append(f"  {name:<11} not estimated")
             continue
         try:
             tokens = tokens_at_once(model, work.length, batch_size)
         except TooLittleMemory as error:
-            found.append(Forecast(work, problem=str(error)))
+            lines.append(f"{what}  does not fit: {error}")
             continue
-        once = operations(model, work.length) + work.steps * operations(model, 1)
-        found.append(Forecast(work, work.sequences * once / speed, bytes_needed(model, work.length, tokens), tokens))
-    return found
+        seconds = work.sequences * (operations(model, work.length) + work.steps * operations(model, 1)) / speed
+        total += seconds
+        size = f"{bytes_needed(model, work.length, tokens) / 2**30:6.2f} GiB besides the weights"
+        read = f", read {tokens} tokens at a time" if tokens < work.length else ""
+        lines.append(f"{what}  about {duration(seconds)}, {size}{read}")
+    return "\n".join([*lines, f"  together about {duration(total)}"])
 
 
 def operations(model: Any, length: int) -> float:
@@ -243,10 +228,10 @@ def _seconds(model: Any, length: int) -> float:
     ids = (torch.arange(length, device=device) % vocabulary)[None]
     with evaluating(model):
         # The first forward also compiles kernels and fills caches.
-        last_logits(model, ids, 1)
+        prefill(model, ids)
         start = time.perf_counter()
         # Copying the answer waits until the device has it.
-        last_logits(model, ids, 1).cpu()
+        prefill(model, ids)[0].cpu()
     return time.perf_counter() - start
 
 

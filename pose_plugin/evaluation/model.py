@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.errors import PoSEError
@@ -42,47 +43,45 @@ def device_of(model: Any) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def last_logits(model: Any, input_ids: torch.Tensor, keep: int, chunk: int | None = None) -> torch.Tensor:
-    """Return the logits of the last `keep` positions.
-
-    Args:
-        model: a causal language model.
-        input_ids: [B, T] on the model's device, no padding; positions are 0 … T-1.
-        keep: how many positions; [T × vocab] is never built.
-        chunk: None: one forward without cache. Else the text is read that many tokens at a time with the
-            key-value cache, so that activations are those of a chunk and only the cache grows with T.
-
-    Returns:
-        [B, keep, vocab]
-    """
-    cache = None
-    if chunk is not None and chunk < input_ids.shape[1] - keep:
-        cache = prefill(model, input_ids[:, :-keep], chunk)[1]
-        input_ids = input_ids[:, -keep:]
-    shared = {"input_ids": input_ids, "use_cache": cache is not None}
-    if cache is not None:
-        shared["past_key_values"] = cache
-    with _only_last(model, keep) as extra:
-        return model(**shared, **extra).logits
-
-
-def prefill(model: Any, input_ids: torch.Tensor, chunk: int | None = None) -> tuple[torch.Tensor, Any]:
-    """Read a text into the key-value cache, `chunk` tokens at a time (None: at once).
+def read(model: Any, input_ids: torch.Tensor, cache: Any = None, **forward: Any) -> tuple[torch.Tensor, Any]:
+    """Read tokens behind a key-value cache.
 
     Args:
         model: a causal language model with a cache.
         input_ids: [B, T], no padding.
+        cache: what an earlier call returned; None for an empty one. It may be changed in place.
+        forward: more arguments of the forward, e.g. position_ids.
+
+    Returns:
+        the logits; the cache with the new tokens.
+    """
+    # transformers 5.24 calls it cache; earlier versions, and models with code of their own, past_key_values.
+    renamed = "cache" in CausalLMOutputWithPast.__dataclass_fields__
+    name = "cache" if renamed and not takes(model, "past_key_values") else "past_key_values"
+    output = model(input_ids=input_ids, use_cache=True, **{name: cache}, **forward)
+    return output.logits, getattr(output, name)
+
+
+def prefill(
+    model: Any, input_ids: torch.Tensor, chunk: int | None = None, cache: Any = None
+) -> tuple[torch.Tensor, Any]:
+    """Read a text into the key-value cache, `chunk` tokens at a time (None: at once).
+
+    [T × vocab] logits are never built. With a chunk, activations are those of a chunk and only the cache grows with T.
+
+    Args:
+        model: a causal language model with a cache.
+        input_ids: [B, T], no padding.
+        cache: of what is before the text; None for nothing.
 
     Returns:
         [B, vocab], the logits after the last token; the cache.
     """
-    cache, logits = None, None
-    with _only_last(model, 1) as extra:
+    logits = torch.empty(0)
+    with keeping(model, slice(-1, None)) as extra:
         for piece in input_ids.split(chunk or input_ids.shape[1], 1):
-            output = model(input_ids=piece, past_key_values=cache, use_cache=True, **extra)
-            cache, logits = output.past_key_values, output.logits[:, -1]
-    assert logits is not None
-    return logits, cache
+            logits, cache = read(model, piece, cache, **extra)
+    return logits[:, -1], cache
 
 
 @contextmanager
@@ -113,16 +112,23 @@ def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Te
 
 
 @contextmanager
-def _only_last(model: Any, keep: int) -> Iterator[dict[str, int]]:
-    """Yield the arguments with which a forward returns the logits of the last `keep` positions only."""
+def keeping(model: Any, places: slice | torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Yield the arguments with which a forward returns the logits of some of its tokens only.
+
+    Args:
+        model: a causal language model.
+        places: of these tokens: `slice(-n, None)` for the last n, or their indices.
+    """
     if takes(model, "logits_to_keep"):
-        yield {"logits_to_keep": keep}
+        yield {"logits_to_keep": -places.start if isinstance(places, slice) else places}
         return
-    with head_doing(model, lambda head, hidden: head(hidden[:, -keep:])):
+    with head_doing(model, lambda head, hidden: head(hidden[:, places])):
         yield {}
 
 
-def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | None = None) -> torch.Tensor:
+def greedy(
+    model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | None = None, cache: Any = None
+) -> torch.Tensor:
     """Return the `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
     Unlike `model.generate`, it ignores the model's generation config (sampling, penalties).
@@ -131,17 +137,16 @@ def greedy(model: Any, input_ids: torch.Tensor, new_tokens: int, chunk: int | No
         model: a causal language model with a cache.
         input_ids: [B, T], no padding.
         chunk: how many tokens of the prompt are read at a time; None: all.
+        cache: of what is before the prompt; it may be changed in place.
 
     Returns:
         [B, new_tokens]
     """
-    logits, cache = prefill(model, input_ids, chunk)
+    logits, cache = prefill(model, input_ids, chunk, cache)
     chosen = [logits.argmax(-1, keepdim=True)]
-    extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     while len(chosen) < new_tokens:
-        output = model(input_ids=chosen[-1], past_key_values=cache, use_cache=True, **extra)
-        cache = output.past_key_values
-        chosen.append(output.logits[:, -1].argmax(-1, keepdim=True))
+        logits, cache = read(model, chosen[-1], cache)
+        chosen.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(chosen, 1)
 
 

@@ -124,6 +124,8 @@ class PasskeyDocument:
         text: the same as text. Tokenized again, it can differ by a few tokens where the filler was cut.
         key: the hidden digits.
         depth: where the key sentence is in the filler, 0 (start) to 1 (end).
+        distance: tokens from the beginning of the key sentence to the end of the answer. A model that sees the last
+            `distance` tokens sees the key.
     """
 
     input_ids: list[int]
@@ -131,6 +133,7 @@ class PasskeyDocument:
     text: str
     key: str
     depth: float
+    distance: int
 
     @property
     def prompt(self) -> list[int]:
@@ -186,7 +189,9 @@ class PasskeyBuilder:
         # knows the key may still write another word there, since "is" is followed by colours all over the filler.
         spaces = next((i for i, token in enumerate(answer) if self.tokenizer.decode([token]).strip()), 0)
         prompt, ids = prompt + answer[:spaces], prompt + answer
-        return PasskeyDocument(ids, len(prompt), self.tokenizer.decode(ids, skip_special_tokens=True), key, depth)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        distance = length - len(self.prefix) - len(newline) - round(depth * room)
+        return PasskeyDocument(ids, len(prompt), text, key, depth, distance)
 
     def answer_ids(self, key: str) -> list[int]:
         """Return the ids of the answer, as it reads after the question."""

@@ -15,10 +15,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.evaluation.best import ERRORS, FEWEST, best_by_measure, best_sentence
+from pose_plugin.evaluation.best import best_by_measure, best_sentence
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
-from pose_plugin.evaluation.results import Report, Row
+from pose_plugin.evaluation.results import ERRORS, FEWEST, ModelResult, Report, Row
 from pose_plugin.utils.files import write_whole
 
 ALIKE = (
@@ -85,7 +85,7 @@ def _compared(report: Report, measure: type[Measure], lines: dict[str, dict[str,
     if tokens[who] != tokens[first]:
         return "-", "other tokens"
     (mine,), (theirs,) = lines[who].values(), lines[first].values()
-    return measure.compare(mine.score, theirs.score)
+    return measure.compare(mine, theirs)
 
 
 def sentences(report: Report) -> list[str]:
@@ -93,19 +93,24 @@ def sentences(report: Report) -> list[str]:
     best = best_sentence(best_by_measure(report))
     known = {"Trained window": report.train_length, "target window": report.target_length}
     windows = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)
+    effective = [
+        f"Effective length by {name} (k_max): {', '.join(f'{who} {k_max}' for who, k_max in found.items())} tokens. Up "
+        "to this distance from the end, at least 20 % is found at every distance."
+        for name in report.measures
+        if (found := {m.name: m.results[name].k_max() for m in report.models if _far(m, name)})
+    ]
     definitions = dict.fromkeys(result.described for m in report.models for result in m.results.values())
     notes = [f"Note ({m.name}): {note}" for m in report.models for note in m.notes]
-    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *definitions, *notes]
+    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *effective, *definitions, *notes]
 
 
-def text(report: Report) -> str:
-    """Return tables and sentences for the terminal."""
-    parts = [f"{title}\n{plain_table(*table)}" for title, table in tables(report).items()]
-    return "\n\n".join([*parts, *sentences(report)])
+def _far(model: ModelResult, name: str) -> bool:
+    """Return whether a model's result of a measure says how far back answers were."""
+    return name in model.results and any(row.distance is not None for row in model.results[name].rows)
 
 
 def markdown(report: Report) -> str:
-    """Return tables and sentences as Markdown, e.g. for a model card."""
+    """Return tables and sentences as Markdown, which also reads well on a terminal."""
     parts = [f"**{title}**\n\n{markdown_table(*table)}" for title, table in tables(report).items()]
     return "\n\n".join([*parts, *sentences(report)]) + "\n"
 
@@ -208,21 +213,15 @@ def write(report: Report, folder: str | Path, pictures: Sequence[Path] = ()) -> 
     return [folder / name for name in files]
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns padded to one width each, the first to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(header), "  ".join("─" * width for width in widths), *map(line, rows)])
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    """Return a Markdown table with columns padded to one width each, the first to the left, the others to the right."""
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in [header, *rows]]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [
+        [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))] for line in cells
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def _finite(value: Any) -> Any:

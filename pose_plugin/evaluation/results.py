@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+FEWEST = 5
+"""Prompts or windows below which any difference is within noise."""
+ERRORS = 2
+"""Standard errors of the mean difference above which two models differ."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,7 @@ class Row:
         n: prompts or tokens that `score` is the mean of.
         kind: e.g. "single"; "" for a measure of one kind.
         depth: where the answer is, 0 (start of the prompt) to 1 (end); None if that does not apply.
+        distance: how many tokens from the end the answer is; None if that does not apply.
         samples: what two models are compared by: one value per prompt, window, text or piece. Losses in nats.
         note: what a reader must know about this length, e.g. the chance level.
         view: the name of a second look at the same data, e.g. "position"; tables and the best skip these rows.
@@ -31,6 +38,7 @@ class Row:
     n: int = 1
     kind: str = ""
     depth: float | None = None
+    distance: int | None = None
     samples: tuple[float, ...] = ()
     note: str = ""
     view: str = ""
@@ -126,17 +134,29 @@ class Result:
         return [row for row in self.rows if row.view == name]
 
     def k_max(self, threshold: float = 0.2) -> int:
-        """Return the effective window of Chen et al. (2023, arXiv 2306.15595).
+        """Return the effective length of Chen et al. (2023, arXiv 2306.15595).
 
-        It is the largest measured length at which, and at all measured lengths below, the score is at least
-        `threshold`; 0 if there is none.
+        It is the largest distance to the end, in tokens, at which, and at all smaller ones, a share of at least
+        `threshold` is found; 0 if there is none. A model that sees exactly its last w tokens has a k_max of w, in
+        prompts of any length. Distances are judged in steps of a quarter of the way from one measured length to the
+        next, several together if they hold fewer than five prompts.
         """
-        best = 0
-        for length, row in self.by_length().items():
-            if row.score < threshold:
-                break
-            best = length
-        return best
+        steps = [low + (high - low) * quarter // 4 for low, high in itertools.pairwise([0, *self.lengths])
+                 for quarter in (1, 2, 3, 4)]  # fmt: skip
+        trials = sorted((row.distance, row.score) for row in self.rows if row.distance is not None)
+        best, found, group = 0, 0, list[tuple[int, float]]()
+        for edge in steps:
+            while trials and trials[0][0] <= edge:
+                group.append(trials.pop(0))
+            if not group or (len(group) < FEWEST and trials):
+                continue
+            if sum(score for _, score in group) / len(group) < threshold:
+                return best
+            found = max((distance for distance, score in group if score), default=0)
+            best = next(step for step in steps if step >= found)
+            farthest, group = group[-1][0], []
+        # The words around a fact keep it from being at the longest distance itself.
+        return steps[-1] if best and found == farthest > steps[-1] / 2 else best
 
     def metrics(self) -> dict[str, float]:
         """Return the scores by name, e.g. {"needle/single/2048": 0.98}."""

@@ -25,7 +25,7 @@ class Prompt:
         length: tokens of prompt plus answer.
         depth: where the answer is, 0 (start) to 1 (end); None if that does not apply.
         expected: what has to be in the answer.
-        answer: the ids of the right answer, if there is only one way to write it.
+        distance: tokens from the beginning of the fact asked for to the end of prompt and answer, if known.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Prompt:
     length: int
     depth: float | None
     expected: tuple[str, ...]
-    answer: tuple[int, ...] = ()
+    distance: int | None = None
 
     def __post_init__(self) -> None:
         # A prompt of another length would silently measure another length.
@@ -89,52 +89,36 @@ class Retrieval(Measure):
         return Work(length, self.trials * len(self.asked()), steps=16)
 
     def run(self, model: Any, length: int) -> Result:
-        from pose_plugin.evaluation.model import evaluating, progress_bar
-
-        prompts = self.prompts(length)
-        groups: dict[int, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            groups.setdefault(prompt.budget, []).append(i)
-        answers: dict[int, tuple[str, float]] = {}
-        with evaluating(model), progress_bar(f"{self.name} {length}", len(prompts), "prompt", self.progress) as bar:
-            for numbers in groups.values():
-                found = self.answers_to(model, [prompts[i] for i in numbers], bar)
-                answers |= dict(zip(numbers, found, strict=True))
-        first = {prompt.kind: prompt for prompt in reversed(prompts)}
-        chances = {kind: self.chance(prompt) for kind, prompt in first.items()}
-        rows = []
-        for i, prompt in enumerate(prompts):
-            answer, score = answers[i]
-            note = f"chance {chances[prompt.kind]}" if chances[prompt.kind] else ""
-            details = {"expected": list(prompt.expected), "answer": answer}
-            rows.append(Row(length, score, kind=prompt.kind, depth=prompt.depth, note=note, details=details))
-        examples = {kind: self._tokenizer.decode([*first[kind].ids, *first[kind].answer]) for kind in self.asked()}
-        return Result(self.name, self._definition(), tuple(rows), examples)
-
-    def answers_to(self, model: Any, prompts: Sequence[Prompt], bar: Any) -> list[tuple[str, float]]:
-        """Return greedy answers to prompts of one length and budget, with their scores.
-
-        Raises:
-            PoSEError: too little memory for one prompt.
-        """
         import torch
 
         from pose_plugin.evaluation.memory import in_batches
-        from pose_plugin.evaluation.model import device_of, greedy
+        from pose_plugin.evaluation.model import device_of, evaluating, greedy, progress_bar
 
-        ends = end_tokens(self._tokenizer, model)
+        prompts, ends = self.prompts(length), end_tokens(self._tokenizer, model)
+        answers: dict[int, str] = {}
 
-        def run(batch: Sequence[Prompt], chunk: int | None) -> list[tuple[str, float]]:
-            ids = torch.tensor([prompt.ids for prompt in batch], device=device_of(model))
-            found = []
-            for prompt, tokens in zip(batch, greedy(model, ids, batch[0].budget, chunk).tolist(), strict=True):
-                end = next((i for i, token in enumerate(tokens) if token in ends), None)
-                answer = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
-                found.append((answer, self.score(answer, prompt)))
+        def run(batch: Sequence[int], chunk: int | None) -> list[None]:
+            ids = torch.tensor([prompts[i].ids for i in batch], device=device_of(model))
+            for i, tokens in zip(batch, greedy(model, ids, prompts[batch[0]].budget, chunk).tolist(), strict=True):
+                end = next((at for at, token in enumerate(tokens) if token in ends), None)
+                answers[i] = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
             bar.update(len(batch))
-            return found
+            return [None] * len(batch)
 
-        return in_batches(model, prompts, prompts[0].length, run, self.batch_size)
+        with evaluating(model), progress_bar(f"{self.name} {length}", len(prompts), "prompt", self.progress) as bar:
+            # Prompts of one length: what the answer takes is taken from the text.
+            for budget in dict.fromkeys(prompt.budget for prompt in prompts):
+                same = [i for i, prompt in enumerate(prompts) if prompt.budget == budget]
+                in_batches(model, same, length, run, self.batch_size)
+        first = {prompt.kind: prompt for prompt in reversed(prompts)}
+        notes = {kind: chance and f"chance {chance}" for kind, p in first.items() for chance in [self.chance(p)]}
+        rows = []
+        for i, prompt in enumerate(prompts):
+            score, details = self.score(answers[i], prompt), {"expected": list(prompt.expected), "answer": answers[i]}
+            where = (prompt.kind, prompt.depth, prompt.distance)
+            rows.append(Row(length, score, 1, *where, note=notes[prompt.kind], details=details))
+        examples = {kind: self._tokenizer.decode(first[kind].ids) for kind in self.asked()}
+        return Result(self.name, self._definition(), tuple(rows), examples)
 
     def _definition(self) -> str:
         rules = "; ".join(f"{kind}: {self.rules[kind]}" if kind else self.rules[kind] for kind in self.asked())

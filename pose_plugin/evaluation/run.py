@@ -12,11 +12,11 @@ import torch
 from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
 from pose_plugin.evaluation import fingerprints
-from pose_plugin.evaluation.measure import Measure, Windows, require_same_tokens, tokens_of
-from pose_plugin.evaluation.memory import TooLittleMemory, duration, forecast, require_room, tokens_at_once
+from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens, tokens_of
+from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room, tokens_at_once
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.results import ModelResult, Result, joined
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
 
@@ -31,9 +31,12 @@ class Session:
         dtype: as `load` takes it.
         device: as `load` takes it.
         fresh: ignore what the folder holds.
+        where_possible: leave out lengths that a measure cannot be measured at, or that do not fit in memory. Else the
+            first is an error, and the second counts as a failure.
 
     Attributes:
         left_out: (model, or None for all, measure, length, reason) of what could not be measured.
+        failed: whether some of it should have been measured.
     """
 
     def __init__(
@@ -44,10 +47,12 @@ class Session:
         dtype: str,
         device: str | None,
         fresh: bool = False,
+        where_possible: bool = False,
     ) -> None:
-        self.measures, self.lengths = measures, lengths
+        self.measures, self.lengths, self.where_possible = measures, list(lengths), where_possible
         self.output, self.dtype, self.device, self.fresh = output, dtype, device, fresh
         self.left_out: list[tuple[str | None, str, int, str]] = []
+        self.failed = False
         self._prepared: dict[str, list[Measure]] = {}
         self._tokens: dict[str, str] = {}
         self._alone = True
@@ -60,21 +65,33 @@ class Session:
         """Check everything that can be checked without weights.
 
         Raises:
-            PoSEError: naming the option, its value and the fix.
+            PoSEError: every option that cannot work, its value and the fix, one line each.
         """
         texts = next((measure.texts for measure in self.measures if measure.texts), [])
         self._alone = len(sources) == 1
         everyone = {source.name: source for source in [*sources, *filter(None, [evaluator])]}
+        complaints, device = Complaints(), place(self.device)
         for source in everyone.values():
-            # Before long prompts are made that no memory could read.
-            require_room(source.config, min(self.lengths), place(self.device))
-            self._prepared[source.name] = [measure.model_copy() for measure in self.measures]
-            for measure in self._prepared[source.name]:
-                measure.prepare(source.tokenizer, self.lengths, windows)
-                if measure.needs_evaluator and evaluator is not None:
-                    measure.evaluator = evaluator.name  # type: ignore[attr-defined]
-                    require_same_tokens(measure, evaluator.tokenizer, source.tokenizer, evaluator.name, source.name)
-            self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
+            with complaints:
+                # Before long prompts are made that no memory could read.
+                require_room(source.config, min(self.lengths), device)
+                self._prepared[source.name] = [measure.model_copy() for measure in self.measures]
+                for measure in self._prepared[source.name]:
+                    with complaints:
+                        self._prepare(measure, source, evaluator, windows)
+                self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
+        complaints.raise_all()
+
+    def _prepare(self, measure: Measure, source: Source, evaluator: Source | None, windows: Windows) -> None:
+        if self.where_possible:
+            left_out = prepare_where_possible(measure, source.tokenizer, self.lengths, windows)
+            if left_out:
+                print(f"{source.name}: {left_out}", flush=True)
+        else:
+            measure.prepare(source.tokenizer, self.lengths, windows)
+        if measure.needs_evaluator and evaluator is not None:
+            measure.evaluator = evaluator.name  # type: ignore[attr-defined]
+            require_same_tokens(measure, evaluator.tokenizer, source.tokenizer, evaluator.name, source.name)
 
     def open(self) -> None:
         """Create the folder, forget what `fresh` forgets, and raise PoSEError now if results cannot be kept."""
@@ -197,6 +214,7 @@ class Session:
 
     def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError) -> None:
         print(f"  {name}{f' at {n}' if n else ''} is left out: {error}", flush=True)
+        self.failed |= not (self.where_possible and isinstance(error, TooLittleMemory))
         longer = "; longer ones were not tried" if n and isinstance(error, TooLittleMemory) else ""
         self.left_out.append((who, name, n, f"{error}{longer}"))
 
@@ -232,7 +250,7 @@ class Session:
     def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], path: str) -> str:
         try:
             batch_size = self.measures[0].batch_size
-            found = forecast(model, [measure.work(n) for measure, n in missing], batch_size)
+            return forecast(model, [(measure.name, measure.work(n)) for measure, n in missing], batch_size)
         except PoSEError:
             raise
         except Exception as error:
@@ -240,8 +258,6 @@ class Session:
             raise PoSEError(
                 f"{path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or --dtype"
             ) from error
-        lines = [f"  {one.line(measure.name)}" for one, (measure, _) in zip(found, missing, strict=True)]
-        return "\n".join([*lines, f"  together about {duration(sum(one.seconds for one in found))}"])
 
 
 @contextmanager

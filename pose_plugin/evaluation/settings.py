@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from pose_plugin.config import PoSESettings, PositiveInt, Strict, Switch, explain
-from pose_plugin.evaluation.measure import Measure
+from pose_plugin.config import Length, PoSESettings, PositiveInt, Strict, Switch, explain
+from pose_plugin.evaluation.measure import Measure, default_lengths
 from pose_plugin.evaluation.measures import by_task, choose, hints, make, options_of, require_effect, with_texts
 from pose_plugin.utils.errors import PoSEError
 
@@ -26,8 +26,10 @@ class Schedule(Strict):
         None,
         description=f"any of {', '.join(by_task(while_training=True))}; default: passkey, with texts also perplexity",
     )
-    lengths: list[PositiveInt] | None = Field(
-        None, description="lengths of prompts and windows in tokens; default: train_length, doubled up to target_length"
+    lengths: list[Length] | None = Field(
+        None,
+        description="lengths of prompts and windows in tokens; default: target_length / 8, doubled up to "
+        "2 * target_length, as far as they fit in memory",
     )
     texts: list[str] = Field([], description=f"files of UTF-8 text, one document each, for {with_texts()}")
 
@@ -67,12 +69,14 @@ class Block:
     Attributes:
         schedule: when it is measured.
         lengths: in tokens.
+        where_possible: whether lengths that cannot be measured are left out: those of the default.
         chosen: what is measured.
         options: of the measures, by name; `filler` is a file.
     """
 
     schedule: Schedule
     lengths: list[int]
+    where_possible: bool
     chosen: list[type[Measure]]
     options: dict[str, Any]
 
@@ -108,16 +112,17 @@ def parse_block(settings: PoSESettings, where: str = "pose") -> Block:
         raise PoSEError(explain(error, f"{where}.evaluate", model)) from None
     chosen = choose(asked.tasks, bool(asked.texts), "evaluate.tasks", while_training=True)
     options = {name: value for name, value in asked if name not in Schedule.model_fields and value is not None}
-    require_effect(
-        {name: options[name] for name in asked.model_fields_set & set(options)}, chosen, "evaluate.{}".format
-    )
+    given = {name: value for name, value in options.items() if name in asked.model_fields_set}
+    require_effect(given, chosen, "evaluate.{}".format)
     for measure in chosen:
         if measure.needs_evaluator and not options.get("evaluator"):
             raise PoSEError(
                 f"evaluate.tasks={measure.name} needs evaluate.evaluator, a long-context model with the same "
                 "tokenizer, which decides before the first step which tokens need far text"
             )
-    return Block(asked, asked.lengths or _default_lengths(settings), chosen, options)
+    return Block(
+        asked, asked.lengths or default_lengths(settings.target_length), asked.lengths is None, chosen, options
+    )
 
 
 def checked(settings: PoSESettings, where: str = "pose") -> PoSESettings:
@@ -125,20 +130,6 @@ def checked(settings: PoSESettings, where: str = "pose") -> PoSESettings:
     if settings.evaluate is not None:
         parse_block(settings, where)
     return settings
-
-
-def _default_lengths(settings: PoSESettings) -> list[int]:
-    """Return the trained window, doubled up to the target."""
-    shortest, longest = settings.train_length, settings.target_length
-    if shortest is None:
-        raise PoSEError(
-            "evaluate.lengths is missing, and without train_length its default is not known; name lengths in tokens, "
-            f"e.g. lengths: [{max(1, longest // 4)}, {longest}]"
-        )
-    lengths = [shortest]
-    while lengths[-1] * 2 < longest:
-        lengths.append(lengths[-1] * 2)
-    return sorted({*lengths, longest})
 
 
 def read_text(path: str, key: str) -> str:

@@ -31,6 +31,36 @@ def shown(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
+class Complaints:
+    """Collect PoSEErrors, to raise all of them at once.
+
+    Example:
+        >>> complaints = Complaints()
+        >>> with complaints:
+        ...     lengths = parse_lengths(text)
+        >>> with complaints:
+        ...     texts = [read(path) for path in paths]
+        >>> complaints.raise_all()  # one line each
+    """
+
+    def __init__(self) -> None:
+        # A dict, because the same complaint about several models counts once.
+        self.found: dict[str, None] = {}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, PoSEError):
+            self.found[str(error)] = None
+        return isinstance(error, PoSEError)
+
+    def raise_all(self) -> None:
+        """Raise PoSEError with all complaints, if there are any."""
+        if self.found:
+            raise PoSEError("\n".join(self.found))
+
+
 FORGOTTEN_LINE = (
     "the config has a `pose:` block, but `plugins:` does not name the plugin that reads it, so it would have no "
     "effect. Add `plugins: [pose_plugin]`, or remove the block"

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from pose_plugin.evaluation.callback import EvaluationCallback
+from pose_plugin.config import parse_settings
+from pose_plugin.evaluation.callback import EvaluationCallback, from_settings
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures.passkey import Passkey
 from pose_plugin.evaluation.measures.perplexity import Perplexity
@@ -136,9 +137,18 @@ def test_a_measurement_that_fails_does_not_end_the_training(make_llama, tokenize
     callback = EvaluationCallback([Broken(), Half()], [64], every=2)
     with caplog.at_level("WARNING"):
         trainer = train(make_llama(), tokenizer, tmp_path, [callback])
-    assert trainer.state.global_step == 4 and "step 2: broken was not measured" in caplog.text
+    assert trainer.state.global_step == 4 and "step 2: broken is not measured at 64" in caplog.text
     assert [row["half/64"] for row in trainer.state.log_history if "half/64" in row] == [0.5, 0.5]
     assert [(step, list(found)) for step, found in callback.results] == [(2, ["half"]), (4, ["half"])]
+
+
+def test_default_lengths_that_a_measure_cannot_be_measured_at_are_left_out(make_llama, tokenizer, tmp_path, caplog):
+    settings = parse_settings({"target_length": 512, "train_length": 64, "evaluate": {"tasks": "passkey", "trials": 1}})
+    with caplog.at_level("INFO"):
+        trainer = train(make_llama(), tokenizer, tmp_path, [from_settings(settings)], max_steps=1)
+    logged = {key for row in trainer.state.log_history for key in row if key.startswith("passkey")}
+    assert logged == {"passkey/128", "passkey/256", "passkey/512", "passkey/1024", "passkey/k_max"}
+    assert "passkey is not measured at 64: length=64 is smaller" in caplog.text
 
 
 def test_lengths_that_a_model_cannot_read_do_not_end_the_training(tokenizer, tmp_path, caplog):
@@ -149,7 +159,7 @@ def test_lengths_that_a_model_cannot_read_do_not_end_the_training(tokenizer, tmp
     callback = EvaluationCallback([Passkey(trials=1), Short(texts=[TEXT], short_length=64)], [200])
     with caplog.at_level("WARNING"):
         trainer = train(model, tokenizer, tmp_path, [callback])
-    assert trainer.state.global_step == 4 and "passkey was not measured, the training goes on: IndexErr" in caplog.text
+    assert trainer.state.global_step == 4 and "the training goes on: IndexErr" in caplog.text
     assert [row["step"] for row in trainer.state.log_history if "short_perplexity/64" in row] == [4]
 
 

@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from pose_plugin.cli import main as cli
 from pose_plugin.evaluation import memory
 from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.measures.passkey import Passkey
+from tests import kill
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -151,7 +153,7 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["BASE", "--lengths", "200", "--filler", "ROOT/empty.txt"], "empty.txt"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/binary.txt"], "binary.txt"),
         (["BASE", "--lengths", "200", "--texts", "TEXT", "TEXT"], "twice"),
-        (["BASE", "--lengths", "200", "--train-length", "0"], "--train-length=0"),
+        (["BASE", "--lengths", "200", "--train-length", "0"], "--train-length 0"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, monkeypatch, arguments, message):
@@ -163,6 +165,44 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, mo
     error = capsys.readouterr().err
     assert message.replace("ROOT", str(folders)) in error and error.count("\n") == 1
     assert error.startswith("pose-plugin evaluate: ") and "Traceback" not in error
+
+
+def test_all_complaints_come_at_once(folders, tmp_path, capsys):
+    """Those about options before anything heavy is imported, those about lengths and models together."""
+    bad = ["--lengths", "2x,200", "--tasks", "gap,pass", "--trials", "0", "--label", "x", "--extend", "rope=yarn"]
+    assert run("./none", *bad, "--target-length", "many", "--output", tmp_path) == 2
+    error = capsys.readouterr().err
+    named = ["--lengths 2x,200", "--tasks=gap", "--tasks=pass", "--trials 0", "--label x", "--extend rope=yarn"]
+    assert [error.count(text) for text in [*named, "--target-length many", "./none does not exist"]] == [1] * 8
+    models = [folders / "base", folders / "adapter"]
+    arguments = ["--tasks", "passkey,needle,topics,perplexity", "--texts", folders / "text.txt", "--output", tmp_path]
+    assert run(*models, "--lengths", "20,9000", *arguments) == 2
+    # Both models have the same complaints.
+    assert capsys.readouterr().err.count("\n") == 4
+
+
+def test_options_are_judged_before_torch_is_imported():
+    code = "import sys; from pose_plugin.cli.main import main\n"
+    code += "main(['evaluate', './none', '--lengths', 'x', '--output', 'o']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False" and "--lengths x" in done.stderr, done.stderr
+
+
+def test_without_lengths_they_follow_from_the_target(folders, tmp_path, capsys, monkeypatch):
+    """An eighth of it to twice it; lengths that a measure cannot be measured at, or no memory holds, are left out."""
+    asked = measured(monkeypatch)
+    # Room for 1,024 tokens, not for 2,048.
+    config = describe(str(folders / "base")).config
+    free = memory.estimate_bytes(config, 1024, 256, 4)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    arguments = ["--trials", 1, "--no-figures", "--texts", folders / "text.txt", "--max-windows", 1]
+    assert run(folders / "adapter", *arguments, "--output", tmp_path) == 0
+    assert asked == [128, 256, 512, 1024]
+    out = capsys.readouterr().out
+    assert "perplexity is not measured at 1024, 2048" in out and "passkey at 2048 is left out" in out
+    row = json.loads((tmp_path / "results.json").read_text())["models"][0]
+    assert list(row["passkey"]["scores"]) == [f"passkey/{n}" for n in asked]
+    assert list(row["perplexity"]["scores"]) == [f"perplexity/{n}" for n in asked[:3]]
 
 
 def test_an_output_that_is_a_file(folders, tmp_path, capsys):
@@ -268,8 +308,6 @@ def test_missing_peft_is_said(folders, tmp_path, capsys, monkeypatch):
 
 
 def test_help_needs_no_torch():
-    import subprocess
-
     code = "import sys; from pose_plugin.cli.main import main\ntry: main(['evaluate', '--help'])\n"
     code += "except SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -299,7 +337,7 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
         assert "the evaluator, adapter," in row["longppl"]["definition"]
     assert "Best over all measures: " in text and data["best"] in text
     assert "Short-context guard: perplexity at 200" in text and "Needle, kv: mean score" in text
-    assert "One needle prompt (kv), 420 tokens" in text
+    assert "One needle prompt (kv):" in text
     assert "420 tokens ×" in text and "together about" in text and "GiB besides the weights" in text
     names = {path.name for path in tmp_path.iterdir()}
     assert {"needle_single.png", "needle_kv.png", "longppl.png", "gap.png", "needle.csv", "longppl.csv", "gap.csv",
@@ -369,3 +407,19 @@ def test_what_cannot_be_measured_does_not_stop_the_rest(folders, tmp_path, capsy
     assert code == 1
     row = json.loads((tmp_path / "results.json").read_text())["models"][0]
     assert "no token gains 2 nats" in row["notes"][-1] and "passkey" in row and "longppl" not in row
+
+
+def test_a_run_that_is_killed_at_any_moment_and_run_again_is_one_that_was_not(folders, tmp_path):
+    def evaluate(output):
+        return run(
+            folders / "base", "--lengths", "400,500", "--tasks", "passkey,haystack,perplexity", "--trials", 1,
+            "--facts", 2, "--max-windows", 1, "--texts", folders / "text.txt", "--no-figures", "--output", output,
+        )  # fmt: skip
+
+    def found(output):
+        # What was being written when the run was killed stays under another name.
+        kept = {name: text for name, text in kill.files(output).items() if not name.endswith(".part")}
+        lines = set(kept.pop("finished.jsonl").splitlines())
+        return kept, sorted(line for line in lines if line.endswith(b"}"))
+
+    kill.survives(evaluate, tmp_path, result=found)

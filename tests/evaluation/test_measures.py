@@ -44,6 +44,12 @@ ROWS = {
         ["passkey/k_max"],
         {"trials": 2},
     ),
+    "haystack": Expected(
+        [f"haystack/{n}/{n >> k}" for n in (600, 700) for k in (3, 1, 0)],
+        ["haystack.csv", "haystack_600.png", "haystack_700.png"],
+        ["haystack/k_max"],
+        {"facts": 3},
+    ),
     "perplexity": Expected(
         ["perplexity/600", "perplexity/700"],
         ["perplexity.csv", "perplexity_position.csv", "perplexity.png"],

@@ -56,7 +56,7 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
     from transformers import MistralConfig, MistralForCausalLM
 
     from pose_plugin.evaluation.losses import TokenLoss
-    from pose_plugin.evaluation.model import greedy, last_logits
+    from pose_plugin.evaluation.model import greedy, prefill
 
     model = make_llama()
     if kind == "sliding":
@@ -68,9 +68,7 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
         if kind == "bare":
             loss.at_head, loss.rows = False, 26
         torch.testing.assert_close(loss(ids, 32), loss(ids), rtol=1e-4, atol=1e-4)
-        for keep in (1, 6):
-            torch.testing.assert_close(last_logits(model, ids, keep, 32), last_logits(model, ids, keep),
-                                       rtol=1e-4, atol=1e-4)  # fmt: skip
+        torch.testing.assert_close(prefill(model, ids, 32)[0], prefill(model, ids)[0], rtol=1e-4, atol=1e-4)
         assert greedy(model, ids, 5, 32).equal(greedy(model, ids, 5))
 
 
@@ -159,13 +157,14 @@ def test_a_forecast_goes_by_operations(make_llama, monkeypatch, maximum, probe):
     """The timed forward stays within the positions of the model."""
     model, timed = make_llama(max_position_embeddings=maximum), []
     monkeypatch.setattr(memory, "_seconds", lambda model, length: timed.append(length) or 3.0)
-    short, long, unknown = forecast(model, [Work(512, 4), Work(2048, 2, steps=3), Work(512, 0)])
+    works = [("passkey", Work(512, 4)), ("needle", Work(2048, 2, steps=3)), ("harness", Work(512, 0))]
+    short, long, unknown, together = forecast(model, works).splitlines()
     per_second = operations(model, probe) / 3.0
-    assert timed == [probe] and short.seconds == pytest.approx(4 * operations(model, 512) / per_second)
-    once = operations(model, 2048) + 3 * operations(model, 1)
-    assert long.seconds == pytest.approx(2 * once / per_second)
-    assert "2048 tokens ×     2  about" in long.line("needle") and "GiB" in long.line("needle")
-    assert unknown.seconds == 0 and "not estimated" in unknown.line("harness")
+    seconds = [4 * operations(model, 512) / per_second]
+    seconds.append(2 * (operations(model, 2048) + 3 * operations(model, 1)) / per_second)
+    assert timed == [probe] and f"512 tokens ×     4  about {duration(seconds[0])}, " in short
+    assert f"2048 tokens ×     2  about {duration(seconds[1])}, " in long and "GiB" in long
+    assert "harness     not estimated" in unknown and together.endswith(duration(sum(seconds)))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "a second"), (42, "42 s"), (600, "10 min"), (9000, "2.5 h")])

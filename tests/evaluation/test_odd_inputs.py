@@ -87,10 +87,10 @@ def test_a_model_that_counts_nothing_but_nan_is_not_the_best(tmp_path, save, mak
     arguments = ["--lengths", "200", "--texts", tmp_path / "text.txt", "--max-windows", 8, "--tasks", "gap,short"]
     assert run(*models, *arguments, "--output", tmp_path / "out") == 0
     text = capsys.readouterr().out
-    assert "Best over all measures: base (" in text and "gap at 200  base  inf" in " ".join(text.split(" "))
+    assert "Best over all measures: base (" in text and "| gap at 200 | base | inf |" in " ".join(text.split())
     assert run(*models[::-1], *arguments, "--output", tmp_path / "out") == 0
-    guard = capsys.readouterr().out.split("Short-context guard")[1].split("\n\n")[0]
-    assert guard.splitlines()[-1].split()[-2:] == ["-", "lost"]
+    guard = capsys.readouterr().out.split("Short-context guard")[1].split("\n\n")[1]
+    assert guard.splitlines()[-1].split()[-4:] == ["-", "|", "lost", "|"]
 
 
 def test_losses_of_other_tokenizers_are_not_compared(tmp_path, save, make_llama, capsys):
@@ -113,10 +113,10 @@ def test_losses_of_other_tokenizers_are_not_compared(tmp_path, save, make_llama,
         True,
         False,
     ]
-    best = next(line for line in text.splitlines() if line.startswith("perplexity at 200")).split()
-    assert best[-2] == "-" and best[-1] != "-" and "other" not in best
-    assert next(line for line in text.splitlines() if line.startswith("other")).split()[-1] != "tokens"
-    assert "other tokens\n" in text
+    best = next(line for line in text.splitlines() if line.startswith("| perplexity at 200")).split()
+    assert best[-4] == "-" and best[-2] != "-" and "other" not in best
+    assert next(line for line in text.splitlines() if line.startswith("| other")).split()[-2] != "tokens"
+    assert "other tokens |\n" in text
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path, save, make_llama):

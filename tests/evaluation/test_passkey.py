@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from pose_plugin.evaluation.measures.passkey import Passkey, _Reader, passkey, verdict
+from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.model import greedy
-from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate
+from pose_plugin.evaluation.prompts import PasskeyBuilder
 from pose_plugin.evaluation.results import Result, Row
 from tests.evaluation.rule_model import RuleModel, constant, right_answer, sometimes_wrong
 
@@ -63,64 +63,22 @@ def first_digits(text: str) -> str:
     return found
 
 
-SENTENCE = PasskeyTemplate(answer=" {key}.")
-"""An answer with a token more than its digits, so that a wrong first token does not settle it."""
-
-
-def test_an_answer_behind_another_token_is_found_token_by_token(tokenizer):
-    right = right_answer(tokenizer)
-    space, line_break = tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"])
-
-    def rule(ids):
-        if ids[-1] == space:
-            return line_break
-        behind = len(ids) - ids[::-1].index(space)
-        return right(ids[:behind] + ids[behind + 1 :])  # as if the line break were not there
-
-    model = RuleModel(rule, len(tokenizer))
-    result = passkey(model, tokenizer, [256], trials=3, template=SENTENCE, **QUIET)
-    assert [row.score for row in result.rows] == [1.0] * 3
-    assert [row.details["answer"] for row in result.rows] == ["\n" + row.details["expected"][0] for row in result.rows]
-
-
 @pytest.mark.parametrize(
-    ("text", "to_come", "expected"),
-    [
-        ("12345", 0, True),
-        (" 12345", 0, True),
-        ("\n12345.", 3, True),
-        ("12345", 1, None),  # a sixth digit would make it wrong
-        ("123456", 0, False),
-        ("123456", 5, False),
-        ("12", 3, None),
-        ("12", 2, False),  # too few to come
-        ("12.", 9, False),  # the run has ended
-        ("13", 9, False),
-        ("", 5, None),
-        ("The", 4, False),
-        ("The", 0, False),
-        ("x 1 12345", 0, False),  # the first run counts
-    ],
+    ("text", "found"),
+    [("12345", 1), (" 12345.", 1), ("\n12345", 1), ("123456", 0), ("1234", 0), ("x 1 12345", 0), ("The", 0), ("", 0)],
 )
-def test_verdict(text, to_come, expected):
-    assert verdict(text, "12345", to_come) is expected
+def test_the_first_run_of_digits_counts(tokenizer, text, found):
+    measure = Passkey(trials=1)
+    measure.prepare(tokenizer, [256])
+    (prompt,) = measure.prompts(256)
+    assert measure.score(text.replace("12345", prompt.expected[0]), prompt) == found
 
 
-def test_one_forward_settles_wrong_digits_and_logits_stay_small(tokenizer):
-    right = right_answer(tokenizer)
-    seven, digits = (tokenizer.convert_tokens_to_ids(list(text)) for text in ("7", "0123456789"))
-    model = RuleModel(lambda ids: seven[0] if right(ids) in digits else right(ids), len(tokenizer))
-    passkey(model, tokenizer, [512], trials=10, batch_size=4, **QUIET)
-    answer = len(PasskeyBuilder(tokenizer).document(512, 0.5, "12345").answer)
-    assert answer == 5  # the space before the key is a token of its own and ends the prompt
-    assert model.forwards == [(4, answer + 1), (4, answer + 1), (2, answer + 1)]
-
-
-def test_what_one_forward_leaves_open_is_decoded_in_batches(tokenizer):
-    """The answer is five digits and a full stop; after another first token five digits still fit."""
-    model = RuleModel(constant(tokenizer.convert_tokens_to_ids(".")), len(tokenizer))
-    passkey(model, tokenizer, [512], trials=4, batch_size=4, template=SENTENCE, **QUIET)
-    assert model.forwards == [(4, 7)] + 6 * [(4, 1)]
+def test_a_prompt_is_read_once_and_logits_stay_small(tokenizer):
+    model = RuleModel(right_answer(tokenizer), len(tokenizer))
+    passkey(model, tokenizer, [512], trials=6, batch_size=4, **QUIET)
+    assert len(PasskeyBuilder(tokenizer).document(512, 0.5, "12345").answer) == 5
+    assert model.forwards == [(4, 1)] * 5 + [(2, 1)] * 5
 
 
 def test_greedy_writes_what_generate_writes(make_llama):
@@ -137,8 +95,8 @@ def test_batches_and_models_without_logits_to_keep_score_the_same(any_tokenizer,
     assert passkey(model, any_tokenizer, [256], trials=5, batch_size=3, **QUIET) == expected
     forward = model.forward
 
-    def older(input_ids, past_key_values=None, use_cache=None):
-        return forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+    def older(input_ids, use_cache=None, **cached):
+        return forward(input_ids=input_ids, use_cache=use_cache, **cached)
 
     monkeypatch.setattr(model, "forward", older)
     assert passkey(model, any_tokenizer, [256], trials=5, **QUIET) == expected
@@ -202,24 +160,54 @@ def test_random_depths_are_put_together_in_fifths(tokenizer):
     assert found == [min([0.1, 0.3, 0.5, 0.7, 0.9], key=lambda middle: abs(middle - depth)) for depth in drawn]
 
 
-def result_of(scores):
-    """{length: (found, tried)} as a result."""
-    rows = [Row(n, float(i < found)) for n, (found, tried) in scores.items() for i in range(tried)]
+def test_the_distance_is_that_of_the_key_sentence_to_the_end(any_tokenizer):
+    builder = PasskeyBuilder(any_tokenizer)
+    for depth in (0, 0.3, 1):
+        document = builder.document(300, depth, "12345")
+        line = builder.key_line("12345")
+        assert document.input_ids[300 - document.distance :][: len(line)] == line
+
+
+def test_a_model_that_sees_its_last_tokens_scores_as_many(tokenizer):
+    """k_max depends on the distance of the key, not on the length of the prompt."""
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    measure = Passkey(filler="Grass. " * 20)
+    measure.prepare(tokenizer, lengths)
+    prompts = [prompt for n in lengths for prompt in measure.prompts(n)]
+    found = {}
+    for seen in (512, 1024, 2048, 3000, 4096, 8192, 20000):
+        rows = []
+        for prompt in prompts:
+            visible = tokenizer.decode(prompt.ids[-seen + prompt.budget :])
+            read = f"The pass key is {prompt.expected[0]}. Remember" in visible
+            rows.append(Row(prompt.length, float(read), distance=prompt.distance))
+        found[seen] = Result("passkey", "", tuple(rows)).k_max()
+    assert found == {512: 512, 1024: 1024, 2048: 2048, 3000: 3072, 4096: 4096, 8192: 8192, 20000: 16384}
+
+
+def result_of(found):
+    """Ten keys in each hundred tokens of one prompt of 400, of which so many are found."""
+    rows = [
+        Row(400, float(i < right), distance=100 * hundred + 10 * i + 5)
+        for hundred, right in enumerate(found)
+        for i in range(10)
+    ]
     return Result("passkey", "", tuple(rows))
 
 
 @pytest.mark.parametrize(
-    ("correct_of_ten", "expected"),
-    [((10, 10, 10), 512), ((10, 1, 10), 128), ((1, 10, 10), 0), ((10, 2, 0), 256), ((2, 2, 2), 512)],
+    ("found_of_ten", "expected"),
+    [((10, 10, 10, 10), 400), ((10, 1, 10, 10), 100), ((1, 10), 0), ((10, 2, 0), 200), ((2, 2, 2), 300), ((9,), 100)],
 )
-def test_k_max(correct_of_ten, expected):
-    scores = {length: (n, 10) for length, n in zip((128, 256, 512), correct_of_ten, strict=True)}
-    assert result_of(scores).k_max() == expected
-    assert Passkey.summary(result_of(scores)) == {"k_max": expected}
+def test_k_max_ends_before_the_first_distance_with_fewer_than_a_fifth(found_of_ten, expected):
+    assert result_of(found_of_ten).k_max() == expected
+    assert Passkey.summary(result_of(found_of_ten)) == {"k_max": expected}
 
 
 def test_uncertainty():
-    rows = result_of({128: (40, 50), 256: (50, 50)}).by_length()
+    tried = {128: (40, 50), 256: (50, 50)}
+    scores = [Row(n, float(i < found)) for n, (found, count) in tried.items() for i in range(count)]
+    rows = Result("passkey", "", tuple(scores)).by_length()
     assert rows[128].standard_error == pytest.approx(0.0566, abs=1e-4)
     assert rows[128].interval == pytest.approx((0.6696, 0.8876), abs=1e-4)
     assert rows[256].standard_error == 0
@@ -241,26 +229,8 @@ def test_bad_input_is_refused_before_the_model_runs(tokenizer, arguments, messag
         passkey(None, tokenizer, **arguments, **QUIET)
 
 
-def test_an_answer_that_has_ended_is_not_decoded_on(tokenizer):
-    model = RuleModel(constant(tokenizer.eos_token_id), len(tokenizer))
-    result = passkey(model, tokenizer, [512], trials=2, batch_size=2, **QUIET)
-    assert len(model.forwards) == 1
-    assert [(row.score, row.details["answer"]) for row in result.rows] == [(0.0, "")] * 2
-
-
 def test_lengths_are_measured_from_the_shortest_on_and_once(tokenizer):
     model = RuleModel(right_answer(tokenizer), len(tokenizer))
     result = passkey(model, tokenizer, [300, 256, 300], trials=1, **QUIET)
     assert result == passkey(model, tokenizer, [256, 300], trials=1, **QUIET)
     assert [row.length for row in result.rows] == [256, 300]
-
-
-def test_a_token_may_hold_several_of_the_digits_to_come(tokenizers_by_name):
-    """The key split in another way than the answer is: two tokens more may bring its other four digits."""
-    tokenizer = tokenizers_by_name["joined digits"]
-    read = _Reader(tokenizer, RuleModel(constant(9), len(tokenizer)))
-    (first,) = tokenizer(" 1", add_special_tokens=False)["input_ids"]
-    assert read.most_digits >= 2
-    assert [read([first], budget, "12345")[1] for budget in (1, 3)] == [False, None]
-    # None come behind an end.
-    assert read([tokenizer.eos_token_id], 3, "12345") == ("", False)

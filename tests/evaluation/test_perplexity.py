@@ -1,14 +1,18 @@
 import json
 import math
 import random
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pose_plugin.evaluation import losses as token_loss
+from pose_plugin.evaluation.losses import TokenLoss
 from pose_plugin.evaluation.measures.perplexity import Perplexity, perplexity, sliding
 from pose_plugin.evaluation.memory import LOGIT_BYTES
+from pose_plugin.evaluation.model import greedy, read
 from pose_plugin.evaluation.results import Result
 
 QUIET = {"progress": False}
@@ -183,22 +187,50 @@ def test_autocast_is_no_reason_for_a_forward_a_piece(make_llama, tokenizer):
 
 
 def test_a_model_without_logits_to_keep(make_llama):
-    from pose_plugin.evaluation.model import last_logits, prefill
+    from pose_plugin.evaluation.model import keeping, prefill
 
     model, ids = make_llama(), torch.tensor([some_ids(40), some_ids(40, 1)])
     with torch.no_grad():
-        expected, full = last_logits(model, ids, 3), model.forward
+        expected, full = model(input_ids=ids, use_cache=False).logits, model.forward
         sizes = []
 
-        def old(input_ids, past_key_values=None, use_cache=None):
-            output = full(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        def old(input_ids, use_cache=None, **cached):
+            output = full(input_ids=input_ids, use_cache=use_cache, **cached)
             sizes.append(output.logits.shape[1])
             return output
 
         model.forward = old
-        torch.testing.assert_close(last_logits(model, ids, 3), expected)
+        for places in (slice(-3, None), torch.tensor([1, 30])):
+            with keeping(model, places) as extra:
+                torch.testing.assert_close(model(ids, **extra).logits, expected[:, places])
         torch.testing.assert_close(prefill(model, ids, 16)[0], expected[:, -1], rtol=1e-4, atol=1e-4)
-    assert set(sizes) == {3, 1} and "forward" not in vars(model.lm_head)
+    assert set(sizes) == {3, 2, 1} and "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_goes_by_the_name_that_the_version_and_the_model_know(name, monkeypatch):
+    """transformers 5.24 renamed it, and the old name warns there; a model may keep the old one."""
+    calls, model = [], torch.nn.Module()
+
+    def forward(input_ids, use_cache, **cached):
+        calls.append(cached)
+        return SimpleNamespace(logits=None, **dict.fromkeys(cached, "grown"))
+
+    output = SimpleNamespace(__dataclass_fields__=dict.fromkeys(["logits", name]))
+    monkeypatch.setattr("pose_plugin.evaluation.model.CausalLMOutputWithPast", output)
+    model.forward = forward
+    assert read(model, torch.zeros(1, 1), "begun") == (None, "grown")
+    model.forward = lambda input_ids, past_key_values, use_cache: forward(input_ids, 1, past_key_values=past_key_values)
+    assert read(model, torch.zeros(1, 1), "begun") == (None, "grown")
+    assert calls == [{name: "begun"}, {"past_key_values": "begun"}]
+
+
+def test_reading_with_a_cache_warns_of_nothing(make_llama):
+    model, ids = make_llama(), torch.tensor([some_ids(40)])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FutureWarning)
+        assert greedy(model, ids, 3, chunk=16).shape == (1, 3)
+        assert TokenLoss(model)(ids, 16).shape == (1, 39)
 
 
 def test_some_windows_spread_evenly(make_llama, tokenizer):

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pose_plugin.evaluation.prompts import token_ids
+
 ROOT = Path(__file__).parent.parent.parent
 TEXT = " ".join(f"Line {i} tells of the sea and the wind.\n" for i in range(900))
 
@@ -33,7 +35,7 @@ def tokenizer():
 
 
 def test_rows_alternate_and_only_the_answer_of_a_retrieval_row_counts(recall, tokenizer, tmp_path):
-    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    data, plays = recall("data"), [token_ids(tokenizer, TEXT)]
     data.write_rows(tokenizer, plays, 48, 512, 1, tmp_path / "rows.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 48
@@ -47,7 +49,7 @@ def test_rows_alternate_and_only_the_answer_of_a_retrieval_row_counts(recall, to
 
 
 def test_the_same_seed_writes_the_same_rows(recall, tokenizer, tmp_path):
-    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    data, plays = recall("data"), [token_ids(tokenizer, TEXT)]
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         data.write_rows(tokenizer, plays, 4, 512, seed, tmp_path / name)
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() != (tmp_path / "c").read_text()
@@ -64,7 +66,7 @@ def test_trained_words_are_not_judged(recall):
 
 
 def test_retrieval_documents_hold_the_fact_asked_for(recall, tokenizer):
-    data, plays = recall("data"), [recall("haystack").token_ids(tokenizer, TEXT)]
+    data, plays = recall("data"), [token_ids(tokenizer, TEXT)]
     for template in recall("training_words").TEMPLATES:
         document = data.retrieval(tokenizer, plays, random.Random(0), template, 512)
         assert 0 < document.answer_start < len(document.ids)

@@ -11,14 +11,18 @@ import sys
 import pytest
 
 from pose_plugin.evaluation.figures import draw
-from pose_plugin.evaluation.report import csv_files, markdown, markdown_table, plain_table, tables, text, write
+from pose_plugin.evaluation.report import csv_files, markdown, tables, write
 from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.utils.errors import PoSEError
 
 
 def keys(found: dict[int, int]) -> Result:
-    """Ten prompts per length, at depths 0 and 1 in turn."""
-    rows = [Row(n, float(i < right), depth=float(i % 2)) for n, right in found.items() for i in range(10)]
+    """Ten prompts per length, at depths 0 and 1/4 in turn."""
+    rows = [
+        Row(n, float(i < right), depth=i % 2 / 4, distance=n - i % 2 * n // 4)
+        for n, right in found.items()
+        for i in range(10)
+    ]
     return Result("passkey", "Ten keys.", tuple(rows), {"": "There is …"})
 
 
@@ -40,18 +44,18 @@ def report():
     return Report([base, model("PoSE | linear", keys({128: 10, 256: 8}), losses({128: 18, 256: 20.125}))], 128, 256)
 
 
-def test_terminal_text(report):
-    assert text(report).split("\n\n")[:2] == [
-        "Passkey accuracy ± standard error\n"
-        "model                 128         256  k_max\n"
-        "─────────────  ──────────  ──────────  ─────\n"
-        "base           1.00 ±0.00  0.10 ±0.09    128\n"
-        "PoSE | linear  1.00 ±0.00  0.80 ±0.13    256",
-        "Sliding-window perplexity\n"
-        "model            128      256\n"
-        "─────────────  ─────  ───────\n"
-        "base           17.00  2.5e+03\n"
-        "PoSE | linear  18.00    20.12",
+def test_markdown_tables_have_columns_of_one_width(report):
+    assert markdown(report).split("\n\n")[:4] == [
+        "**Passkey accuracy ± standard error**",
+        "| model          |        128 |        256 | k_max |\n"
+        "| -------------- | ---------: | ---------: | ----: |\n"
+        "| base           | 1.00 ±0.00 | 0.10 ±0.09 |   128 |\n"
+        "| PoSE \\| linear | 1.00 ±0.00 | 0.80 ±0.13 |   256 |",
+        "**Sliding-window perplexity**",
+        "| model          |   128 |     256 |\n"
+        "| -------------- | ----: | ------: |\n"
+        "| base           | 17.00 | 2.5e+03 |\n"
+        "| PoSE \\| linear | 18.00 |   20.12 |",
     ]
 
 
@@ -59,14 +63,15 @@ def test_every_form_shows_every_cell_and_sentence(report, tmp_path):
     write(report, tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = page.replace("&lt;", "<").replace("&gt;", ">")
-    shown = {"terminal": text(report), "markdown": markdown(report).replace("\\|", "|"), "html": page}
+    shown = {"markdown": markdown(report).replace("\\|", "|"), "html": page}
     for form, found in shown.items():
         for title, (header, rows) in tables(report).items():
             assert title in found
             assert all(cell in found for row in [header, *rows] for cell in row), form
         sentences = ["Ten keys.", "Two texts. By length: 128: stride 64; 256: stride 128.", "Note (base): a < b"]
         sentences += ["Best over all measures: ", "Trained window: 128 tokens, target window: 256 tokens."]
-        assert [found.count(sentence) for sentence in sentences] == [1] * 5, form
+        sentences += ["Effective length by passkey (k_max): base 128, PoSE | linear 256 tokens"]
+        assert [found.count(sentence) for sentence in sentences] == [1] * 6, form
 
 
 def test_tables_with_gaps():
@@ -92,32 +97,42 @@ def test_a_table_for_each_kind_and_one_for_all_tasks_of_lm_eval():
 
 
 @pytest.mark.parametrize(
-    ("values", "cells"),
+    ("differences", "cells"),
     [
-        ((8.0, 8.0), ("+0.0 %", "kept")),
-        ((8.0, 8.39), ("+4.9 %", "kept")),
-        ((8.0, 8.41), ("+5.1 %", "worse by more than 5 %")),
-        ((8.0, 4.0), ("-50.0 %", "kept")),
-        ((8.0, math.inf), ("-", "lost")),
-        ((math.nan, 8.0), ("-", "-")),
+        ([0.0] * 8, ("+0.0 % (+0.0 to +0.0)", "kept")),
+        ([0.06] * 8, ("+6.2 % (+6.2 to +6.2)", "worse by more than 5 %")),
+        ([0.01, 0.03] * 50, ("+2.0 % (+1.8 to +2.2)", "kept")),
+        # Eight windows of a model that all windows together show to be 1.6 % worse.
+        ([0.4, 0.3, 0.2, 0.1, 0.0, -0.1, -0.1, -0.13], ("+8.7 % (-5.6 to +25.3)", "not clear")),
+        ([0.06, 0.02] * 4, ("+4.1 % (+2.5 to +5.7)", "not clear")),
+        ([-0.7] * 8, ("-50.3 % (-50.3 to -50.3)", "kept")),
+        ([0.1] * 4, ("+10.5 %", "not clear: fewer than 5 windows")),
+        ([math.inf] * 8, ("-", "lost")),
+        ([-math.inf] * 8, ("-", "lost")),
     ],
 )
-def test_the_guard_compares_with_the_first_model(values, cells):
-    report = Report([model(name, Result("short", "", (Row(64, v),))) for name, v in zip("ab", values, strict=True)])
+def test_the_guard_gives_a_verdict_only_if_it_is_clear(differences, cells):
+    def guard(losses):
+        mean = sum(losses) / len(losses)
+        score = math.exp(mean) if math.isfinite(mean) else math.inf
+        return Result("short", "", (Row(64, score, samples=tuple(losses)),))
+
+    first = [2.0 + 0.1 * i for i in range(len(differences))]
+    report = Report(
+        [model("a", guard(first)), model("b", guard([a + d for a, d in zip(first, differences, strict=True)]))]
+    )
     ((title, (header, rows)),) = tables(report).items()
     assert (title, header) == ("Short-context guard: perplexity at 64", ["model", "64", "against a", "skill"])
     assert rows[0][2:] == ["-", "-"] and tuple(rows[1][2:]) == cells
+    if cells == ("-", "lost"):
+        ((_, (_, rows)),) = tables(Report(report.models[::-1])).items()
+        assert rows[1][2:] == ["-", "-"]
 
 
 def test_the_guard_does_not_compare_losses_of_other_tokens():
     report = Report([model(name, Result("short", "", (Row(64, 8.0),)), tokens=name) for name in "ab"])
     ((_, rows),) = tables(report).values()
     assert rows[1][2:] == ["-", "other tokens"]
-
-
-def test_tables_by_hand():
-    assert plain_table(["m", "1"], [["abc", "22"]]) == "m     1\n───  ──\nabc  22"
-    assert markdown_table(["m", "1"], [["a|b", "2"]]) == "| m | 1 |\n| --- | ---: |\n| a\\|b | 2 |"
 
 
 def test_csv(report):
@@ -159,7 +174,7 @@ def test_files(report, tmp_path):
 def test_what_is_not_finite_stays_readable(tmp_path):
     rows = (Row(128, math.inf, details={"loss": 900.0}), Row(256, math.nan))
     report = Report([model("a", Result("perplexity", "", rows))])
-    assert re.search(r"a +inf +nan", text(report))
+    assert re.search(r"a +\| +inf \| +nan", markdown(report))
     write(report, tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["rows"]
     assert [row["score"] for row in kept] == [None, None] and kept[0]["details"] == {"loss": 900.0}

@@ -22,7 +22,8 @@ from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 ALL = (*MEASURES, "answer")
-PROMPTS, TEXTS = {"passkey", "needle", "topics"}, {"perplexity", "longppl", "gap", "short", "answer"}
+PROMPTS = {"passkey", "needle", "topics"}
+TEXTS = {"haystack", "perplexity", "longppl", "gap", "short", "answer"}
 
 
 @pytest.fixture
@@ -67,12 +68,13 @@ def test_each_option_counts_where_it_matters_and_only_there(keys):
     base = keys()
     table = [
         ({"trials": 7}, PROMPTS),
-        ({"seed": 7}, PROMPTS | {"harness"}),
+        ({"seed": 7}, PROMPTS | {"haystack", "harness"}),
+        ({"facts": 7}, {"haystack"}),
         ({"depths": [0.5]}, PROMPTS - {"topics"}),
         ({"filler": "One. "}, PROMPTS),
         ({"texts": [TEXT.replace("quick", "slick")]}, TEXTS),
         ({"texts": [TEXT, TEXT]}, TEXTS),
-        ({"max_tokens": 650}, TEXTS - {"gap"}),
+        ({"max_tokens": 650}, TEXTS - {"gap", "haystack"}),
         ({"stride": 9}, {"perplexity", "short"}),
         ({"max_windows": 9}, {"perplexity", "gap", "short"}),
         ({"lengths": [620, 640]}, {"perplexity", "harness"}),
@@ -230,7 +232,8 @@ def sources(*arguments):
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return command._sources(parser.parse_args([*map(str, arguments), "--lengths", "200", "--output", "x"]))
+    args = parser.parse_args([*map(str, arguments), "--lengths", "200", "--output", "x"])
+    return command._sources(args.models, command._Asked(args))
 
 
 def test_models_of_one_name_are_told_apart(folder, tmp_path):

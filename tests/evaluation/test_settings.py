@@ -29,7 +29,7 @@ def block(tmp_path):
 
 def test_every_option_reaches_the_measures_that_have_it(block, tmp_path):
     given = {"trials": 9, "seed": 4, "depths": [0.5], "filler": str(tmp_path / "filler.txt"), "kinds": ["kv"],
-             "stride": 7, "max_windows": 3, "max_tokens": 900, "evaluator": "judge", "short_context": 64,
+             "facts": 7, "stride": 7, "max_windows": 3, "max_tokens": 900, "evaluator": "judge", "short_context": 64,
              "short_length": 99, "batch_size": 2}  # fmt: skip
     # A new option is a row here.
     assert given.keys() == options_of(by_task(while_training=True).values()).keys()
@@ -54,17 +54,23 @@ def test_a_measurement_while_training_is_small(block):
 @pytest.mark.parametrize(
     ("asked", "train_length", "names", "lengths"),
     [
-        ({}, 128, ["passkey", "perplexity"], [128, 256, 512, 1000]),
-        ({"with_texts": False}, 128, ["passkey"], [128, 256, 512, 1000]),
+        ({}, 128, ["passkey", "perplexity"], [125, 250, 500, 1000, 2000]),
+        ({"with_texts": False}, None, ["passkey"], [125, 250, 500, 1000, 2000]),
         ({"lengths": [300, 200]}, None, ["passkey", "perplexity"], [300, 200]),
-        ({"tasks": "perplexity"}, 500, ["perplexity"], [500, 1000]),
-        ({"tasks": ["passkey"], "lengths": 600}, 600, ["passkey"], [600]),
-        ({"tasks": "passkey"}, 1000, ["passkey"], [1000]),
+        ({"tasks": ["passkey"], "lengths": "2k"}, 600, ["passkey"], [2048]),
     ],
 )
 def test_what_is_measured_where(block, asked, train_length, names, lengths):
     callback = from_settings(block(train_length, **asked))
     assert ([measure.name for measure in callback.measures], callback.lengths) == (names, lengths)
+    assert callback.where_possible == ("lengths" not in asked)
+
+
+def test_several_complaints_come_together(block):
+    with pytest.raises(PoSEError, match=r"(?s)evaluate.tasks=passkeys.*did you mean passkey.*evaluate.tasks=nedle"):
+        checked(block(tasks=["passkeys", "nedle"]))
+    with pytest.raises(PoSEError, match=r"(?s)evaluate.trials=5.*evaluate.stride=7"):
+        checked(block(tasks="gap", trials=5, stride=7))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +98,7 @@ def test_what_cannot_work_is_refused_when_the_settings_are_read(block, asked, me
         checked(block(**asked))
 
 
-def test_lengths_need_a_train_length(block):
-    with pytest.raises(PoSEError, match="lengths is missing"):
-        checked(block(None))
-    # Files are read where the run is, not where it is planned.
+def test_files_are_read_where_the_run_is_not_where_it_is_planned(block):
     assert checked(block(tasks="gap", texts="no.txt"))
 
 

@@ -10,16 +10,17 @@ from pydantic.fields import FieldInfo
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures.gap import Gap
 from pose_plugin.evaluation.measures.harness import Harness
+from pose_plugin.evaluation.measures.haystack import Haystack
 from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.measures.needle import Needle
 from pose_plugin.evaluation.measures.passkey import Passkey
 from pose_plugin.evaluation.measures.perplexity import Perplexity
 from pose_plugin.evaluation.measures.short import Short
 from pose_plugin.evaluation.measures.topics import Topics
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import Complaints, PoSEError, did_you_mean
 
 MEASURES: dict[str, type[Measure]] = {
-    measure.name: measure for measure in (Passkey, Perplexity, Needle, Topics, LongPPL, Gap, Short, Harness)
+    measure.name: measure for measure in (Passkey, Haystack, Perplexity, Needle, Topics, LongPPL, Gap, Short, Harness)
 }
 
 
@@ -86,11 +87,14 @@ def choose(tasks: Sequence[str] | None, has_texts: bool, key: str, while_trainin
         return [measure for measure in possible if measure.by_default]
     if list(tasks) == ["all"]:
         return possible
+    complaints = Complaints()
     for name in tasks:
-        if name not in known:
-            raise PoSEError(f"{key}={name} is unknown; known: {', '.join(known)}")
-        if known[name] not in possible:
-            raise PoSEError(f"{key}={name} needs texts to measure on; name files with text, one document each")
+        with complaints:
+            if name not in known:
+                raise PoSEError(f"{key}={name} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
+            if known[name] not in possible:
+                raise PoSEError(f"{key}={name} needs texts to measure on; name files with text, one document each")
+    complaints.raise_all()
     return [known[name] for name in dict.fromkeys(tasks)]
 
 
@@ -102,11 +106,14 @@ def require_effect(given: dict[str, Any], chosen: Sequence[type[Measure]], spell
         chosen: the measures.
         spelled: how the user writes an option.
     """
-    for name, value in given.items():
-        if not any(name in measure.model_fields for measure in chosen):
-            users = [measure for measure in MEASURES.values() if name in measure.model_fields]
-            where = " or ".join(measure.chosen_by or measure.name for measure in users)
-            raise PoSEError(f"{spelled(name)}={value} has no effect without {where}")
+    complaints = Complaints()
+    for name in given:
+        users = [measure for measure in MEASURES.values() if name in measure.model_fields]
+        with complaints:
+            if not set(users) & set(chosen):
+                where = " or ".join(measure.chosen_by or measure.name for measure in users)
+                raise PoSEError(f"{spelled(name)}={given[name]} has no effect without {where}")
+    complaints.raise_all()
 
 
 def make(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from pose_plugin.config import PositiveInt
+from pose_plugin.config import Length
 from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.measures.perplexity import tokenized
 from pose_plugin.evaluation.prompts import leading_ids, token_ids
@@ -63,10 +63,10 @@ class LongPPL(Measure):
         None,
         description="the model (folder or hub name) that selects the key tokens; the command: the last MODEL",
     )
-    short_context: PositiveInt | None = Field(
+    short_context: Length | None = Field(
         None, description="K, the short context in tokens; default: the trained window"
     )
-    max_tokens: PositiveInt | None = Field(None, description="tokens used from the start of each text; default: all")
+    max_tokens: Length | None = Field(None, description="tokens used from the start of each text; default: all")
     alpha: float = 2.0
     beta: float = -2.0
 

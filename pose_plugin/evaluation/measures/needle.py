@@ -80,7 +80,9 @@ class Needle(Retrieval):
             self.trials = max(self.trials, len(DEPTHS))
         else:
             require_depths(self.depths, self.trials)
-        self._haystack, self._per_pair = Haystack(tokenizer, self.filler), 0.0
+        self._haystack = Haystack(tokenizer, self.filler)
+        sample = _numbers(random.Random(0), 40, DIGITS["kv"])
+        self._per_pair = len(self._pairs(sample, sample)) / len(sample)
         super().prepare(tokenizer, lengths, windows)
 
     def asked(self) -> Sequence[str]:
@@ -134,31 +136,25 @@ class Needle(Retrieval):
         return Prompt(kind, head + hidden + tail, _budget(kind), length, depth, tuple(numbers))
 
     def _pairs_prompt(self, length: int, depth: float, rng: random.Random) -> Prompt:
-        budget = _budget("kv")
-        state = rng.getstate()
-        count, shrunk = max(1, min(MOST_PAIRS, int((length - budget) / (self._per_pair or 8)))), False
+        budget, state = _budget("kv"), rng.getstate()
+        count = max(1, min(MOST_PAIRS, int((length - budget) / self._per_pair)))
         while True:
             rng.setstate(state)
             numbers = _numbers(rng, 2 * count, DIGITS["kv"])
             keys, values = numbers[:count], numbers[count:]
             asked = round(depth * (count - 1))
-            pairs = "\n".join(f"Key {k} has value {v}." for k, v in zip(keys, values, strict=True))
-            lines = self._haystack.line(pairs)
+            lines = self._pairs(keys, values)
             head, tail = self._around("kv", f"What is the value of key {keys[asked]}? Key {keys[asked]} has value")
             room = length - budget - len(head) - len(tail) - len(lines)
-            self._per_pair = len(lines) / count
-            step = int(room / self._per_pair)
-            # Towards the count that fits. Once it has shrunk it only shrinks, so the loop ends.
-            if room < 0:
-                if count == 1:
-                    require_room("kv needle prompt", length, room)
-                count, shrunk = max(1, count + min(step, -1)), True
-            elif step > 2 and count < MOST_PAIRS and not shrunk:
-                count = min(MOST_PAIRS, count + step - 1)
-            else:
+            if room >= 0 or count == 1:
                 break
+            count = max(1, count + min(int(room / self._per_pair), -1))
+        require_room("kv needle prompt", length, room)
         filler = self._haystack.filler(room)
         return Prompt("kv", head + filler + lines + tail, budget, length, depth, (values[asked],))
+
+    def _pairs(self, keys: Sequence[str], values: Sequence[str]) -> list[int]:
+        return self._haystack.line("\n".join(f"Key {k} has value {v}." for k, v in zip(keys, values, strict=True)))
 
     def _around(self, kind: str, question: str) -> tuple[list[int], list[int]]:
         hay = self._haystack

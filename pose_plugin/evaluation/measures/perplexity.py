@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from pose_plugin.config import PositiveInt
+from pose_plugin.config import Length, PositiveInt
 from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.prompts import leading_ids, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
@@ -62,14 +62,14 @@ class Perplexity(Measure):
     needs_texts: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
-    stride: PositiveInt | None = Field(
+    stride: Length | None = Field(
         None, description="tokens between the starts of two windows; default: half of each length"
     )
     max_windows: PositiveInt | None = Field(
         None, description="windows per length, spread evenly; the command reads all by default",
         json_schema_extra={"training": 10},
     )  # fmt: skip
-    max_tokens: PositiveInt | None = Field(None, description="tokens used from the start of each text; default: all")
+    max_tokens: Length | None = Field(None, description="tokens used from the start of each text; default: all")
     bos: bool | None = None
     buckets: PositiveInt = 8
 
