@@ -41,7 +41,7 @@ class History:
     def loaded(self, checkpoint: str, step: int | None) -> None:
         """Note that the weights are now those of a checkpoint, saved after `step` steps."""
         record = _trained(checkpoint)
-        kept = {name: record[name] for name in ("epochs", "first_process") if name in record}
+        kept: dict[str, Any] = {name: record[name] for name in ("epochs", "first_process") if name in record}
         self.of_loaded_weights = {**kept, "steps": record.get("steps", step)}
 
     def drawn(self) -> dict[str, int]:
