@@ -17,7 +17,7 @@ from pose_plugin.utils.log import log
 PATIENCE = 3.0
 
 
-_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 def turn_gpu_kernels_off(cfg: Any) -> None:

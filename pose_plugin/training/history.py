@@ -12,6 +12,7 @@ from pose_plugin.checkpoints import read_record
 from pose_plugin.collator import PositionCollator
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import read_json
+from pose_plugin.utils.log import log
 
 
 class History:
@@ -60,18 +61,40 @@ def _trained(checkpoint: str) -> dict[str, Any]:
 
 
 def last_whole_checkpoint(folder: str | Path) -> str | None:
-    """Return the last checkpoint in a folder that can be resumed.
-
-    The trainer's state is written last, so a checkpoint without it was interrupted while it was saved.
-    """
+    """Return the last checkpoint in a folder that can be resumed."""
     return next(_whole_checkpoints(Path(folder)), None)
 
 
+def whole_checkpoint(checkpoint: str) -> str:
+    """Return a checkpoint, or the one before it, with a warning, if it was interrupted while it was saved.
+
+    Axolotl's auto_resume_from_checkpoints picks the last one; a run that was killed once could never be resumed.
+    """
+    path = Path(checkpoint)
+    if _step(path) is None or _is_whole(path):
+        return checkpoint
+    before = next((each for each in _whole_checkpoints(path.parent) if _step(Path(each)) < _step(path)), None)
+    if before is None:
+        return checkpoint
+    log.warning("resume_from_checkpoint=%s was interrupted while it was saved; resuming %s instead", path, before)
+    return before
+
+
 def _whole_checkpoints(folder: Path) -> Iterator[str]:
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rsplit("-", 1)[1].isdigit()]
-    for path in sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
-        try:
-            read_json(path / "trainer_state.json")
-        except (OSError, PoSEError):
-            continue
-        yield str(path)
+    """Yield the checkpoints of a folder that can be resumed, the last one first."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
+    yield from (str(path) for path in sorted(found, key=_step, reverse=True) if _is_whole(path))
+
+
+def _step(path: Path) -> Any:
+    """Return the number in a checkpoint's name, None for other folders."""
+    prefix, _, number = path.name.rpartition("-")
+    return int(number) if prefix == PREFIX_CHECKPOINT_DIR and number.isdigit() else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the trainer's state, which is written last, is there."""
+    try:
+        return bool(read_json(path / "trainer_state.json"))
+    except (OSError, PoSEError):
+        return False

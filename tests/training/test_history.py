@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from pose_plugin import PoSECollator, extend_context
 from pose_plugin.checkpoints import read_record
-from pose_plugin.training.history import History, last_whole_checkpoint
+from pose_plugin.training.history import History, last_whole_checkpoint, whole_checkpoint
 from tests.conftest import make_llama, make_tokenizer
 
 TARGET = 256
@@ -75,9 +75,6 @@ def test_the_record_of_the_best_checkpoint(tmp_path):
 
 
 def test_a_run_of_no_steps_is_reported(tmp_path, caplog):
-    class Stop(Trainer):
-        pass
-
     trainer = trainer_of(tmp_path, save_strategy="no")
     trainer.get_train_dataloader = lambda: NoBatches()
     with caplog.at_level(logging.WARNING, "pose_plugin"):
@@ -100,14 +97,20 @@ class NoBatches:
         return iter(())
 
 
-def test_a_checkpoint_that_was_interrupted_is_not_resumed(tmp_path):
-    for step, state in ((2, "{}"), (10, "{}"), (12, '{"global'), (14, None)):
+def test_a_checkpoint_that_was_interrupted_is_not_resumed(tmp_path, caplog):
+    for step, state in ((2, '{"epoch": 1}'), (10, '{"epoch": 2}'), (12, '{"epo'), (14, None)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert last_whole_checkpoint(tmp_path / "checkpoint-2") is None
+    # Axolotl names the last one.
+    with caplog.at_level(logging.WARNING, "pose_plugin"):
+        assert whole_checkpoint(str(tmp_path / "checkpoint-10")) == str(tmp_path / "checkpoint-10")
+        assert not caplog.messages
+        assert whole_checkpoint(str(tmp_path / "checkpoint-14")) == str(tmp_path / "checkpoint-10")
+    assert f"{tmp_path / 'checkpoint-14'} was interrupted" in caplog.text
 
 
 def test_a_best_checkpoint_without_a_record(tmp_path):
