@@ -194,7 +194,7 @@ def self_test(
 
 def _without_gpu(error: Exception, device: torch.device) -> str:
     """Return what is wrong if a kernel found no GPU; raise any other error again."""
-    if device.type != "cpu" or not re.search("CUDA|NVIDIA|[Tt]riton", str(error)):
+    if device.type != "cpu" or not re.search("CUDA|NVIDIA|[Tt]riton|active driver", str(error)):
         raise error
     return (
         f"a kernel of this run needs a GPU, and the model is on the CPU ({str(error).splitlines()[0]}). Axolotl's LoRA "
