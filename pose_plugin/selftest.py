@@ -1,17 +1,21 @@
 """Checks, on the model, collator and attention function that are about to train, that training can work.
 
-Four or five short forwards look for three silent failures:
+Five or six short forwards look for four silent failures:
 1. Chunks are cut apart: tokens after a jump do not depend on the tokens before it.
 2. Packed documents are mixed: a document depends on its neighbour.
-3. Positions are ignored, or one row's positions are used for another: logits do not follow the row's own positions.
+3. Positions are ignored, taken modulo the old window or cut off at its end, or one row's positions are used for
+   another: logits do not follow the row's own positions.
+4. The same in some attention layers only, which the logits do not show.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ import torch
 from pose_plugin.attention import attention_function
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.positions import Window
-from pose_plugin.rope.read import text_config
+from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.distributed import all_problems, outside_training
 from pose_plugin.utils.errors import SelfTestError
 from pose_plugin.utils.models import unwrap
@@ -32,6 +36,7 @@ _NOTHING = 1e-4
 # every other one a little (measured in fp8: 0.05 of 1.7; a leak moves about as much as the tokens' own document).
 _SHARED_ROUNDING = ("Float8Linear", "Linear8bitLt")
 _ROUNDING = 0.2
+_NO_HOOKS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,14 @@ class SelfTestReport:
         after_jump: in chunk 2, when tokens of chunk 1 change. 0 means that chunks are cut apart.
         neighbour: in the other documents of the row, when chunk 1 or the document's end changes; 0 if rows are not
             packed.
-        own_positions: in chunk 2, when the row's skip changes. 0 means that positions are ignored; None means that the
-            target leaves no room for another skip.
+        own_positions: in chunk 2, when the row's skip changes, once by the length of the old window. 0 means that
+            positions are ignored; None means that the target leaves no room for another skip.
         other_row: in the other row, when this row's skip changes.
         packed: whether rows hold several documents.
         attention: the attention implementation.
         shared_rounding: whether 8-bit layers round all rows together, so that each one moves the others a little.
+        deaf_layers: attention layers whose output does not change with the skip, while others' outputs do.
+        rotary: whether the model has rotary positions.
     """
 
     same_chunk: float
@@ -59,6 +66,8 @@ class SelfTestReport:
     packed: bool
     attention: str
     shared_rounding: bool = False
+    deaf_layers: tuple[str, ...] = ()
+    rotary: bool = True
 
     def problems(self) -> list[str]:
         """Return what is wrong and what to set, one sentence each; empty if training can work."""
@@ -90,10 +99,12 @@ class SelfTestReport:
         # If chunks are cut apart, a new skip changes no distance that counts, so this question has no answer. If rows
         # share positions, one row moves both rows or none.
         if self.after_jump > nothing and own <= nothing and self.other_row <= nothing:
+            found.append(self._deaf(own))
+        elif self.after_jump > nothing and self.deaf_layers:
             found.append(
-                f"logits do not follow position_ids (change {own:.3g}): a fused RoPE kernel or the model's "
-                f"own code ignores them. Turn the kernel off (Liger: liger_rope: false, "
-                f"use_liger_kernel=False)"
+                f"{len(self.deaf_layers)} attention layers do not follow position_ids, others do (the first: "
+                f"{self.deaf_layers[0]}): a RoPE kernel or the model's own code ignores them there, or takes them "
+                "modulo the old window. Turn the kernel off (Liger: liger_rope: false, use_liger_kernel=False)"
             )
         # Shared rounding moves other rows about as much as a change of positions does.
         if self.other_row > nothing and not self.shared_rounding:
@@ -103,6 +114,18 @@ class SelfTestReport:
                 f"false), or use a batch of 1"
             )
         return found
+
+    def _deaf(self, change: float) -> str:
+        if not self.rotary:
+            return (
+                f"logits do not follow position_ids (change {change:.3g}), as the model has no rotary positions: "
+                "skipped positions teach it nothing. Train a RoPE model such as Llama, Mistral or Qwen"
+            )
+        return (
+            f"logits do not follow position_ids (change {change:.3g}): a fused RoPE kernel or the model's own code "
+            "ignores them, or takes them modulo the old window. Turn the kernel off (Liger: liger_rope: false, "
+            "use_liger_kernel=False)"
+        )
 
 
 def self_test(
@@ -118,8 +141,7 @@ def self_test(
     """Raise SelfTestError if the run would train without learning long distances.
 
     The forwards run in training mode, because gradient checkpointing and the missing cache decide how positions are
-    read. RNG states, gradients, training modes and the collator's counts stay as they were. In a distributed run every
-    rank must call it, and all ranks get the same result.
+    read. RNG states, gradients, modes and the collator's counts stay as they were. Every rank must call it.
 
     Args:
         model: built and placed as it will be trained.
@@ -135,31 +157,132 @@ def self_test(
     """
     run = forward or (lambda batch: model(**batch).logits)
     packing = Packing(pack) if pack is not None else None
+    layers = _Layers(model)
     # At most half of the target, so that there is room for a jump.
     probe = _Probe(model, collator, packing, rows, max(8, min(length, collator.settings.target_length // 2)))
 
-    def logits(**change: Any) -> torch.Tensor:
+    def logits(hooks: AbstractContextManager[Any] = _NO_HOOKS, **change: Any) -> torch.Tensor:
         # Equal random states make dropout masks equal, so that a change of logits has one cause.
         torch.manual_seed(0)
-        return run(probe.batch(**change)).float()
+        with hooks:
+            return run(probe.batch(**change)).float()
 
-    with _as_in_training(model), autocast(), outside_training(model):
-        plain = logits()
-        changed = logits(change_tokens=True)
-        moved = logits(move_row=0)
-        other = logits(move_row=rows - 1) if rows > 1 else plain
-        # Recurrent layers forget, so a leak only shows right behind what was changed.
-        ended = logits(change_end=True) if packing else plain
-    report = probe.report(plain, changed, moved, other, ended)
-    problems = all_problems(report.problems())
+    try:
+        with _as_in_training(model), autocast(), outside_training(model):
+            plain = logits(layers.recorded())
+            changed, moved = logits(change_tokens=True), logits(move_row=0)
+            other = logits(move_row=rows - 1, half_way=True)
+            # Recurrent layers forget, so a leak only shows right behind what was changed.
+            ended = logits(change_end=True) if packing else plain
+            logits(layers.replayed(), move_row=0)
+    except (AssertionError, RuntimeError) as error:
+        # Every rank of a run has the same kernels, so all of them come here.
+        found = [_without_gpu(error, probe.device)]
+    else:
+        report = replace(probe.report(plain, changed, moved, other, ended), deaf_layers=layers.deaf())
+        found = report.problems()
+    problems = all_problems(found)
     if problems:
         raise SelfTestError(
             "PoSE self-test: this run would train without learning long distances.\n- "
             + "\n- ".join(problems)
-            + f"\nMeasured with attn_implementation={report.attention}, packed rows: {report.packed}. "
+            + f"\nMeasured with attn_implementation={probe.attention}, packed rows: {packing is not None}. "
             "To train anyway, set self_test: false"
         )
     return report
+
+
+def _without_gpu(error: Exception, device: torch.device) -> str:
+    """Return what is wrong if a kernel found no GPU; raise any other error again."""
+    if device.type != "cpu" or not re.search("CUDA|NVIDIA|[Tt]riton|active driver", str(error)):
+        raise error
+    return (
+        f"a kernel of this run needs a GPU, and the model is on the CPU ({str(error).splitlines()[0]}). Axolotl's LoRA "
+        "kernels are turned off by lora_mlp_kernel: false, lora_qkv_kernel: false and lora_o_kernel: false"
+    )
+
+
+class _Layers:
+    """Attention layers, whose outputs are compared for equal inputs at different positions.
+
+    A layer's input depends on the positions as soon as one layer before it follows them. So `recorded` keeps the inputs
+    and outputs of one forward, and `replayed` gives each layer its kept input again, at the new forward's positions.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = {n: m for n, m in model.named_modules() if "attention" in type(m).__name__.lower()}
+        self._lists = _lists_by_layer(unwrap(model).config)
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._change: dict[str, float] = {}
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Keep inputs and outputs inside the block."""
+        return self._hooked(self._keep, self._keep_output)
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """Feed the kept inputs inside the block, and compare the outputs."""
+        return self._hooked(self._feed, self._compare)
+
+    @contextmanager
+    def _hooked(self, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+        handles = []
+        try:
+            for name, module in self._modules.items():
+                handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+                handles.append(module.register_forward_hook(partial(after, name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        # Layers that are given no positions cannot follow them, e.g. those of hybrid models without RoPE.
+        if kwargs.get("position_embeddings") is not None or kwargs.get("position_ids") is not None:
+            self._inputs[name] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+    def _keep_output(self, name: str, module: Any, args: Any, output: Any) -> None:
+        self._outputs[name] = output[0] if isinstance(output, tuple) else output
+
+    def _feed(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+        if name not in self._inputs:
+            return None
+        if args:
+            return (self._inputs[name], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._inputs[name]}
+
+    def _compare(self, name: str, module: Any, args: Any, output: Any) -> None:
+        if name in self._inputs:
+            now = output[0] if isinstance(output, tuple) else output
+            self._change[name] = float((now - self._outputs[name]).abs().max())
+
+    def deaf(self) -> tuple[str, ...]:
+        """Return the layers whose outputs stay exactly the same, unless all do or the config plans it so."""
+        deaf = [name for name, change in self._change.items() if change == 0.0]
+        if len(deaf) == len(self._change) or self._planned(deaf):
+            return ()
+        return tuple(deaf)
+
+    def _planned(self, deaf: list[str]) -> bool:
+        """Return whether a list of the config, one entry per layer, separates these layers from the others.
+
+        Some models have layers without positions, e.g. by `no_rope_layers`, or those of a kind in `layer_types`.
+        """
+        numbers = {name: re.search(r"\.(\d+)\.", name) for name in self._change}
+        if not all(numbers.values()):
+            return False
+        index = {name: int(found[1]) for name, found in numbers.items() if found}
+        for values in self._lists:
+            kinds = [{str(values[index[name]]) for name in index if (name in deaf) is each} for each in (True, False)]
+            if not kinds[0] & kinds[1]:
+                return True
+        return False
+
+
+def _lists_by_layer(config: Any) -> list[list[Any]]:
+    """Return the values of a config that are lists with an entry per layer."""
+    values = text_config(config).to_dict()
+    return [v for v in values.values() if isinstance(v, list) and len(v) == values.get("num_hidden_layers")]
 
 
 @contextmanager
@@ -186,7 +309,13 @@ class _Probe:
         self.attention = attention_function(model)
         self.shared_rounding = any(type(module).__name__ in _SHARED_ROUNDING for module in model.modules())
         self.device = next(model.parameters()).device
-        vocabulary = int(text_config(unwrap(model).config).vocab_size)
+        config = text_config(unwrap(model).config)
+        vocabulary = int(config.vocab_size)
+        # L_0, the window of the base; 0 if the model was not extended.
+        self.window = int((lookup(config, RECORD_KEY) or {}).get("original_length") or 0)
+        self.rotary = any("rotary" in type(module).__name__.lower() for module in model.modules()) or any(
+            name.endswith("inv_freq") for name, _ in model.named_buffers()
+        )
         # Rows of different lengths, so that there is padding if the collator pads.
         documents = 3 if pack else 1
         self.sizes = [[length - row - document for document in range(documents)] for row in range(rows)]
@@ -199,14 +328,20 @@ class _Probe:
         self.span = (low, vocabulary)
 
     def batch(
-        self, change_tokens: bool = False, move_row: int | None = None, change_end: bool = False
+        self,
+        change_tokens: bool = False,
+        change_end: bool = False,
+        move_row: int | None = None,
+        half_way: bool = False,
     ) -> dict[str, Any]:
-        """Return the batch, with one change.
+        """Return the batch, with one change. Without one, every tested document ends at the target.
 
         Args:
             change_tokens: change the tokens of chunk 1 of the tested document in the first row.
-            move_row: give chunk 2 of this row's tested document another skip.
             change_end: change the last tokens of the tested document in the first row.
+            move_row: give chunk 2 of this row's tested document another skip, smaller by the old window.
+            half_way: move it by half of the skip instead. Positions that are cut off at the end of the old window would
+                not change.
         """
         tokens = [[document.copy() for document in row] for row in self.tokens]
         if change_tokens or change_end:
@@ -215,7 +350,9 @@ class _Probe:
             # The next id, and the first one after the last: always another id.
             first[:] = low + (first - low + 1) % (vocabulary - low)
         features = [[_feature(document) for document in row] for row in tokens]
-        batch = self.collator.assemble(self._packed(features), lambda documents: self._windows(documents, move_row))
+        batch = self.collator.assemble(
+            self._packed(features), lambda documents: self._windows(documents, move_row, half_way)
+        )
         batch.pop("labels", None)
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
@@ -233,16 +370,16 @@ class _Probe:
             ]
         return [row[0] for row in features]
 
-    def _windows(self, documents: Sequence[np.ndarray], move_row: int | None) -> list[Window]:
+    def _windows(self, documents: Sequence[np.ndarray], move_row: int | None, half_way: bool) -> list[Window]:
         settings = self.collator.settings
         windows = []
         flat = [(row, document) for row, sizes in enumerate(self.sizes) for document in range(len(sizes))]
         for (row, document), tokens in zip(flat, documents, strict=True):
             indices = np.arange(len(tokens))
             free = max(settings.target_length - len(tokens), 0)
-            skip = free // 2 if document == self.document else free // 3
+            skip = free if document == self.document else free // 3
             if row == move_row and document == self.document:
-                skip = free // 4
+                skip -= self.window if 0 < self.window < free and not half_way else (free + 1) // 2
             positions = indices + np.where(indices >= self.jump, skip, 0)
             windows.append(Window(indices, positions, np.zeros(0, dtype=np.int64)))
         return windows
@@ -272,8 +409,8 @@ class _Probe:
         Args:
             plain: of the batch without a change.
             changed: with other tokens in chunk 1 of the first row.
-            moved: with another skip in the first row.
-            other: with another skip in the last row.
+            moved: with another skip in the first row, smaller by the old window.
+            other: with half of the skip in the last row, which may be the first.
             ended: with other tokens at the end of the tested document in the first row.
         """
         flat = plain.shape[0] == 1 and self.rows > 1
@@ -294,10 +431,9 @@ class _Probe:
         last = self.rows - 1
         last_begin = sum(self.sizes[last][: self.document])
         last_end = last_begin + self.sizes[last][self.document]
-        own = effect(moved, 0, middle, begin + size)
+        own = min(effect(moved, 0, middle, begin + size), effect(other, last, last_begin + self.jump, last_end))
         crossed = 0.0
         if self.rows > 1:
-            own = min(own, effect(other, last, last_begin + self.jump, last_end))
             crossed = max(effect(moved, last, last_begin, last_end), effect(other, 0, begin, begin + size))
         can_move = self.collator.settings.target_length >= size + 2
         return SelfTestReport(
@@ -309,6 +445,7 @@ class _Probe:
             packed=self.pack is not None,
             attention=self.attention,
             shared_rounding=self.shared_rounding,
+            rotary=self.rotary,
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pose_plugin import extend_context
 from pose_plugin.attention import restart_boundaries
 from pose_plugin.collator import PositionCollator
 from pose_plugin.frameworks.trl import PoSECollator
@@ -141,7 +142,7 @@ def test_a_custom_forward():
         return one(**batch).logits
 
     self_test(one, collator(), forward=forward)
-    assert seen == [["attention_mask", "input_ids", "position_ids"]] * 4
+    assert seen == [["attention_mask", "input_ids", "position_ids"]] * 5
 
 
 # --- fails ----------------------------------------------------------------------------------------------------
@@ -241,6 +242,99 @@ def test_a_rotary_kernel_that_counts_for_itself(monkeypatch):
     monkeypatch.setattr(rotary, "forward", counting)
     (point,) = points(sentence(one, collator()))
     assert "logits do not follow position_ids" in point
+
+
+WINDOW = 64
+
+
+def extended():
+    """A model that was extended from WINDOW to TARGET."""
+    plain = make_llama(max_position_embeddings=WINDOW)
+    return type(plain)(extend_context(plain.config, TARGET, "none"))
+
+
+def wrapped(positions):
+    return positions % WINDOW
+
+
+def cut_off(positions):
+    return positions.clamp(max=WINDOW - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("change", [wrapped, cut_off])
+def test_positions_of_the_old_window_only(change, rows):
+    """The logits follow positions, but every distance is one that the base knows."""
+    self_test(extended(), collator(), rows=rows)
+    broken = Wrapped(extended(), lambda batch: {**batch, "position_ids": change(batch["position_ids"])})
+    (point,) = points(sentence(broken, collator(), rows=rows))
+    assert "logits do not follow position_ids" in point
+
+
+def in_layer_1(change):
+    """Change the positions that one of two layers sees."""
+    one = extended()
+    rotary = one.model.rotary_emb
+
+    def before(module, args, kwargs):
+        cos, _ = kwargs["position_embeddings"]
+        seen = torch.zeros(cos.shape[:2], dtype=torch.long) if change is None else change(one.positions)
+        return args, {**kwargs, "position_embeddings": rotary(cos, seen)}
+
+    one.register_forward_pre_hook(
+        lambda module, args, kwargs: setattr(one, "positions", kwargs["position_ids"]), with_kwargs=True
+    )
+    one.model.layers[1].self_attn.register_forward_pre_hook(before, with_kwargs=True)
+    return one
+
+
+@pytest.mark.parametrize("change", [None, wrapped])
+def test_one_layer_that_does_not_follow_positions(change):
+    self_test(in_layer_1(lambda positions: positions), collator())
+    (point,) = points(sentence(in_layer_1(change), collator()))
+    assert "1 attention layers do not follow position_ids" in point and "model.layers.1.self_attn" in point
+
+
+def test_layers_that_are_planned_without_positions():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.SmolLM3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=TARGET, pad_token_id=0, no_rope_layers=[1, 1, 1, 0],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    planned = transformers.SmolLM3ForCausalLM(config)
+    assert self_test(planned, collator()).deaf_layers == ()
+    planned.model.layers[1].self_attn.use_rope = 0
+    assert "model.layers.1.self_attn" in sentence(planned, collator())
+
+
+def test_a_model_without_rotary_positions():
+    """Liger's kernel is not the cause."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=2)
+    without = Wrapped(BloomForCausalLM(config), without_positions)
+    (point,) = points(sentence(without, collator()))
+    assert "no rotary positions" in point and "Liger" not in point
+
+
+def test_a_kernel_that_needs_a_gpu():
+    """Axolotl turns its LoRA kernels on by itself."""
+
+    def kernel(batch):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    (point,) = points(sentence(Wrapped(model(), kernel), collator()))
+    for key in ("lora_mlp_kernel: false", "lora_qkv_kernel: false", "lora_o_kernel: false"):
+        assert key in point
+
+
+def test_other_errors_are_raised_as_they_are():
+    def fail(batch):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        self_test(Wrapped(model(), fail), collator())
 
 
 def test_positions_of_row_0_used_for_all_rows():

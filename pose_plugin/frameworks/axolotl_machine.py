@@ -17,7 +17,7 @@ from pose_plugin.utils.log import log
 PATIENCE = 3.0
 
 
-_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 def turn_gpu_kernels_off(cfg: Any) -> None:
@@ -34,7 +34,8 @@ def turn_gpu_kernels_off(cfg: Any) -> None:
 
 def _ranks_on_cpu(cfg: Any) -> bool:
     """Return whether several ranks of this run share the CPU under DDP. DeepSpeed chooses devices itself."""
-    sharded = cfg.get("deepspeed") or cfg.get("fsdp_config") or cfg.get("fsdp_version")
+    # Not `fsdp_version`, which Axolotl 0.21 sets by default.
+    sharded = any(cfg.get(key) for key in ("deepspeed", "fsdp", "fsdp_config"))
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return several and not sharded and not torch.accelerator.is_available()
 

@@ -13,6 +13,7 @@ extended model needs. Two things are changed, and nothing in programs that use n
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from pose_plugin.attention import needs_one_row
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
+from pose_plugin.training.history import last_whole_checkpoint, whole_checkpoint
 from pose_plugin.training.precision import keep_small_steps
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import show_log
@@ -56,9 +57,13 @@ class PoSETrainerMixin(_Base):
         if self.pose_callback is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True
-        if isinstance(resume_from_checkpoint, str):
-            warn_of_other_settings(resume_from_checkpoint, self.pose_callback.collator.settings)
+            # transformers would take the last one, even if the run was killed while it was saved.
+            resume_from_checkpoint = last_whole_checkpoint(str(self.args.output_dir)) or True
+        checkpoint = None
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            checkpoint = resume_from_checkpoint = whole_checkpoint(os.fspath(resume_from_checkpoint))
+            warn_of_other_settings(checkpoint, self.pose_callback.collator.settings)
+        self.pose_callback.history.begin(checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

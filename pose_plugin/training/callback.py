@@ -28,6 +28,7 @@ from pose_plugin.training.checks import (
     warning_of_tied_embeddings,
 )
 from pose_plugin.training.data_report import look_at_rows
+from pose_plugin.training.history import History
 from pose_plugin.training.saving import (
     ModelCard,
     complete_card,
@@ -50,6 +51,7 @@ class PoSECallback(TrainerCallback):
         boundaries: the rule by which transformers finds packed documents, installed while a packed run trains.
         answered: the model's answers to fixed questions when it was last saved (see `take_probe`).
         data: names of the training data, for the record; set by frameworks that know them.
+        history: what the weights have seen so far, see `History`.
     """
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: Packing | None = None) -> None:
@@ -58,6 +60,7 @@ class PoSECallback(TrainerCallback):
         self.boundaries = RestartBoundaries()
         self.answered: dict[str, Any] | None = None
         self.data: list[str] | None = None
+        self.history = History(collator)
         self._next_epoch = 0
 
     # Saving.
@@ -76,7 +79,8 @@ class PoSECallback(TrainerCallback):
         """Write what frameworks leave out of a saved folder. Call it on one rank only."""
         trainer, settings = self.trainer, self.collator.settings
         model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        facts = {**model_facts(model), **run_facts(trainer, self.collator.trained(), self.data)}
+        facts = {**model_facts(model), **run_facts(trainer, self.history.drawn(), self.data)}
+        facts["trained"].update(self.history.of_loaded_weights)
         if trainer.is_fsdp_enabled:
             save_config_with_shards(model.config, Path(folder))
         limit = known_limit(trainer, settings.target_length)
@@ -149,8 +153,16 @@ class PoSECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.boundaries.undo()
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self.history.loaded(state.best_model_checkpoint, state.best_global_step)
         # Now, while all ranks are alive: Axolotl saves once more after the other ranks have ended.
         self.answered = probe_of(self.trainer, self.collator.settings)
+        if state.is_world_process_zero and not state.global_step:
+            log.warning(
+                "NOTHING WAS TRAINED: the run ended after steps=0, and what is saved are the base's weights. Check "
+                "max_steps and num_train_epochs, and that the rows fill at least one batch of %d rows per process",
+                args.train_batch_size,
+            )
         self._report_what_was_trained()
 
     # What the log reports.
@@ -178,7 +190,7 @@ class PoSECallback(TrainerCallback):
             log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances)
 
     def _report_what_was_trained(self) -> None:
-        settings, trained = self.collator.settings, self.collator.trained()
+        settings, trained = self.collator.settings, self.history.drawn()
         if not trained["documents"]:
             return
         log.info(

@@ -109,13 +109,11 @@ def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
         )
 
 
-# Adapters.
+# Frozen weights: under an adapter, or by a setting such as Axolotl's unfrozen_parameters.
 
 
 def frozen_parts(model: Any) -> list[str]:
-    """Return which of "embeddings" and "norms" an adapter leaves frozen; empty for a model without an adapter."""
-    if not getattr(model, "peft_config", None):
-        return []
+    """Return which of "embeddings" and "norms" are frozen."""
     parts = {
         "embeddings": list(model.get_input_embeddings().parameters()),
         "norms": [weight for module in _norms(model).values() for weight in module.parameters(recurse=False)],
@@ -135,10 +133,16 @@ def warning_of_frozen_parts(model: Any, target_length: int) -> str | None:
         "norms": list(_norms(model)),
     }
     names = ", ".join(name for part in frozen for name in sorted({path.rsplit(".", 1)[-1] for path in modules[part]}))
+    adapter = bool(getattr(model, "peft_config", None))
+    fix = (
+        f"Add modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
+        if adapter
+        else f"Train them too: {names} (Axolotl: add their names to unfrozen_parameters)"
+    )
     return (
-        f"the adapter leaves {' and '.join(frozen)} frozen, and {original} → {target_length} tokens is a stretch by "
-        f"{target_length / original:g}: LongLoRA (arXiv 2309.12307) needed them trained at 8. Add "
-        f"modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
+        f"{'the adapter' if adapter else 'this run'} leaves {' and '.join(frozen)} frozen, and {original} → "
+        f"{target_length} tokens is a stretch by {target_length / original:g}: LongLoRA (arXiv 2309.12307) needed them "
+        f"trained at 8. {fix}"
     )
 
 

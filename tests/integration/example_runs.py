@@ -188,7 +188,7 @@ def _tokenizer(base: Base) -> Any:
 def examples() -> list[str]:
     """Every YAML for Axolotl, as the path below example_configs."""
     files = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml"))
-    return [name for name in files if not name.startswith("accelerate/")]
+    return [name for name in files if not name.startswith(("accelerate/", "cluster/"))]
 
 
 def read(name: str) -> dict[str, Any]:

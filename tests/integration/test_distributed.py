@@ -366,6 +366,59 @@ def test_the_launcher_and_the_example(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
 
 
+# Four rows per step, however many ranks share them.
+FOUR_ROWS = {"num_train_epochs": 2, "max_steps": 4}
+DDP = Case("trl", "ddp", "full")
+
+
+def of_four_rows(folder, case=DDP, shared=True, resume=None, out="out"):
+    """One rank of two machines with two ranks each, or of one machine; machines may have separate disks."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 4:
+        os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
+    if not shared:
+        out = f"machine{rank // 2}/{out}"
+    rows = {f"per_device_{kind}_batch_size": 4 // world for kind in ("train", "eval")}
+    return distributed.trl(folder, case, resume=resume, out=out, **FOUR_ROWS, **rows)
+
+
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("machines")
+    trl_runs.make_model(folder)
+    return folder, forked(of_four_rows, folder, Case("trl", "single", "full"), True, None, "alone").value
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
+def test_two_machines(one_machine, shared):
+    """One verdict, the losses of one process, and complete folders, written by one rank of one machine."""
+    folder, alone = one_machine
+    found = good_ranks(of_four_rows, folder, DDP, shared, world=4, **distributed.environment(DDP))
+    assert [rank.output.count("[pose_plugin] self-test passed") for rank in found] == [1, 0, 0, 0]
+    for rank in found:
+        assert rank.value["world"] == 4
+        assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        assert rank.value["frequencies"] == alone["frequencies"]
+    out = folder / ("out" if shared else "machine0/out")
+    for place in (out, out / "checkpoint-2", out / "checkpoint-4"):
+        record = json.loads((place / "pose.json").read_text())
+        assert record["target_length"] == trl_runs.TARGET and record["trained"]["processes"] == 4
+        assert all(distributed.saved_tensors(place).values())
+    if not shared:
+        others = {path.name for path in (folder / "machine1").rglob("*") if path.is_file()}
+        assert not {name for name in others if not name.startswith("rng_state")}, "only random states are per machine"
+
+
+def test_a_resume_with_another_number_of_ranks(one_machine):
+    folder, alone = one_machine
+    good_ranks(of_four_rows, folder, DDP, True, None, "many", world=4, **distributed.environment(DDP))
+    checkpoint = str(folder / "many" / "checkpoint-2")
+    for rank in good_ranks(of_four_rows, folder, DDP, True, checkpoint, "fewer", **distributed.environment(DDP)):
+        assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    record = json.loads((folder / "fewer" / "pose.json").read_text())
+    assert (record["trained"]["steps"], record["trained"]["processes"]) == (4, 2)
+
+
 MEASURED = {
     "every": 2,
     "at_start": True,

@@ -55,6 +55,17 @@ def test_the_warning_names_the_modules_of_this_model():
     assert frozen_parts(model(512, modules_to_save=names)) == []
 
 
+def test_weights_that_are_frozen_without_an_adapter():
+    """As Axolotl's unfrozen_parameters and Spectrum leave a model that is otherwise trained in full."""
+    one = model(512)
+    for name, weight in one.named_parameters():
+        weight.requires_grad = "self_attn" in name
+    text = warning_of_frozen_parts(one, 512)
+    assert text is not None and "64 → 512" in text and "unfrozen_parameters" in text
+    for name in ("embed_tokens", *NORMS):
+        assert name in text
+
+
 @pytest.mark.parametrize(("target", "lora"), [(256, {"lora_dropout": 0.0}), (512, {})], ids=["small stretch", "full"])
 def test_no_warning_where_none_is_due(target, lora):
     assert warning_of_frozen_parts(model(target, **lora), target) is None

@@ -1,0 +1,100 @@
+"""What the weights that are saved have seen: after a resume, and after the best checkpoint was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from pose_plugin.checkpoints import read_record
+from pose_plugin.collator import PositionCollator
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import read_json
+from pose_plugin.utils.log import log
+
+
+class History:
+    """Counts of the documents that the first process drew, over the interruptions of a run.
+
+    Attributes:
+        of_loaded_weights: entries of the record's `trained` that differ from the end of the run, because the weights
+            of an earlier checkpoint were loaded; empty if none were.
+    """
+
+    def __init__(self, collator: PositionCollator) -> None:
+        self._collator = collator
+        self._counted: dict[str, int] = {}
+        self._earlier: dict[str, int] = {}
+        self.of_loaded_weights: dict[str, Any] = {}
+
+    def begin(self, checkpoint: str | None) -> None:
+        """Start counting. The collator may have served an earlier run of this process; its counts are left out.
+
+        Args:
+            checkpoint: the one that is resumed, if any. Its record holds the counts up to there.
+        """
+        self._counted = self._collator.trained()
+        self._earlier = _trained(checkpoint).get("first_process", {}) if checkpoint else {}
+        self.of_loaded_weights = {}
+
+    def loaded(self, checkpoint: str, step: int | None) -> None:
+        """Note that the weights are now those of a checkpoint, saved after `step` steps."""
+        record = _trained(checkpoint)
+        kept: dict[str, Any] = {name: record[name] for name in ("epochs", "first_process") if name in record}
+        self.of_loaded_weights = {**kept, "steps": record.get("steps", step)}
+
+    def drawn(self) -> dict[str, int]:
+        """Return the counts of `PositionCollator.trained` since the run began, before it was resumed."""
+        found = {}
+        for name, count in self._collator.trained().items():
+            earlier = self._earlier.get(name, 0)
+            # The farthest position is a maximum; the others add up.
+            found[name] = max(count, earlier) if name == "farthest" else count - self._counted.get(name, 0) + earlier
+        return found
+
+
+def _trained(checkpoint: str) -> dict[str, Any]:
+    record: dict[str, Any] = read_record(checkpoint).get("trained") or {}
+    return record
+
+
+def last_whole_checkpoint(folder: str | Path) -> str | None:
+    """Return the last checkpoint in a folder that can be resumed."""
+    return next(_whole_checkpoints(Path(folder)), None)
+
+
+def whole_checkpoint(checkpoint: str) -> str:
+    """Return a checkpoint, or the one before it, with a warning, if it was interrupted while it was saved.
+
+    Axolotl's auto_resume_from_checkpoints picks the last one; a run that was killed once could never be resumed.
+    """
+    path = Path(checkpoint)
+    if _step(path) is None or _is_whole(path):
+        return checkpoint
+    before = next((each for each in _whole_checkpoints(path.parent) if _step(Path(each)) < _step(path)), None)
+    if before is None:
+        return checkpoint
+    log.warning("resume_from_checkpoint=%s was interrupted while it was saved; resuming %s instead", path, before)
+    return before
+
+
+def _whole_checkpoints(folder: Path) -> Iterator[str]:
+    """Yield the checkpoints of a folder that can be resumed, the last one first."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
+    yield from (str(path) for path in sorted(found, key=_step, reverse=True) if _is_whole(path))
+
+
+def _step(path: Path) -> Any:
+    """Return the number in a checkpoint's name, None for other folders."""
+    prefix, _, number = path.name.rpartition("-")
+    return int(number) if prefix == PREFIX_CHECKPOINT_DIR and number.isdigit() else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the trainer's state, which is written last, is there."""
+    try:
+        return bool(read_json(path / "trainer_state.json"))
+    except (OSError, PoSEError):
+        return False

@@ -1,0 +1,42 @@
+"""A training that is killed at any moment and resumed ends as one that nobody killed."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from pose_plugin.checkpoints import read_record
+from pose_plugin.training.history import last_whole_checkpoint
+from tests.kill import survives
+from tests.training.test_history import AHEAD, TARGET, trainer_of
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+# What a saved folder needs; the names of PoSE's own files are written after the weights.
+WHOLE = ("config.json", "model.safetensors", "pose.json", "pose_probe.json")
+
+
+def trained(folder):
+    out = folder / "out"
+    trainer = trainer_of(out, max_steps=STEPS, save_steps=1, save_total_limit=None)
+    trainer.train(resume_from_checkpoint=bool(out.exists() and last_whole_checkpoint(out)) or None)
+    trainer.save_model()
+
+
+def outcome(folder):
+    """Weights, and what the record says; each run that is resumed may fetch some rows twice."""
+    out = folder / "out"
+    for place in (out, *(out / f"checkpoint-{step}" for step in range(1, STEPS + 1))):
+        missing = [name for name in WHOLE if not (place / name).exists()]
+        assert not missing, (place, missing)
+    record = read_record(out)
+    documents = record["trained"]["first_process"]["documents"]
+    assert 2 * STEPS <= documents <= 2 * STEPS + 3 * AHEAD
+    weights = {name: tensor.tolist() for name, tensor in load_file(out / "model.safetensors").items()}
+    return record["target_length"], record["trained"]["steps"], weights
+
+
+def test_a_killed_training_is_resumed(tmp_path):
+    ended = survives(trained, tmp_path, outcome)
+    assert ended["point"] + ended["time"], f"no run was killed: {ended}"
+    assert outcome(tmp_path / "whole")[:2] == (TARGET, STEPS)
