@@ -145,7 +145,7 @@ def check_folder(
         _look_without_probe(report, answer, saved, reference)
         return report
     _compare_frequencies(report, answer["frequencies"], probe["frequencies"])
-    _compare_logits(report, answer, probe, saved)
+    _compare_logits(report, answer, probe, saved, reference)
     source = reference.path if reference.adapter is not None else saved.path.parent
     if probe["quantization"] and saved.adapter is None and is_adapter(source):
         # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
@@ -410,7 +410,9 @@ def _compare_frequencies(
     report.add("frequencies", True, f"{count} live frequencies, largest relative difference {worst:.0e}")
 
 
-def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], saved: Saved) -> None:
+def _compare_logits(
+    report: CheckReport, answer: Mapping[str, Any], probe: Mapping[str, Any], saved: Saved, reference: Saved
+) -> None:
     distance = report.numbers["logits"] = logit_distance(answer["logits"], probe["logits"])
     allowed, why = tolerance(probe, saved.adapter is not None, answer["dtype"])
     good = distance <= allowed
@@ -423,7 +425,7 @@ def _compare_logits(report: CheckReport, answer: Mapping[str, Any], probe: Mappi
         report.numbers["plain"] = plain
         sentence += f"; at the base's frequencies it would be {plain:.1e}"
     report.add("logits", good, sentence)
-    if not good and (cause := embeddings_came_apart(saved)):
+    if not good and (cause := embeddings_came_apart(saved, reference)):
         report.add("embeddings", False, cause)
     if plain is not None and good and plain <= allowed:
         report.add("logits", None, "this comparison is too coarse to tell the two apart; rely on the frequencies above")

@@ -45,12 +45,17 @@ def trains_embeddings_apart(adapter: Mapping[str, Any]) -> list[str]:
     return [name for name in adapter.get("modules_to_save") or [] if name.rsplit(".", 1)[-1] in _EMBEDDINGS]
 
 
-def embeddings_came_apart(merged: Saved) -> str | None:
-    """Return why a merged model answers otherwise than its adapter, if it ties embeddings that were trained apart."""
-    record = merged.record
-    if record is None or not record.merged or record.adapter is None:
+def embeddings_came_apart(merged: Saved, reference: Saved) -> str | None:
+    """Return why a merged model answers otherwise than its adapter, if it ties embeddings that were trained apart.
+
+    Args:
+        merged: the merged model.
+        reference: the folder of its adapter, or its own if it has the adapter's record.
+    """
+    facts = reference.adapter or (reference.record.adapter if reference.record else None)
+    if merged.adapter is not None or facts is None:
         return None
-    trained = trains_embeddings_apart(record.adapter.model_dump())
+    trained = trains_embeddings_apart(facts.model_dump())
     return _came_apart(trained) if trained and is_tied(merged.path) else None
 
 
@@ -71,18 +76,6 @@ def is_tied(folder: str | Path) -> bool:
     return bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings)
 
 
-def require_apart(merged: str | Path, adapter: str | Path) -> None:
-    """Check that a merged model keeps embeddings apart that its adapter trained apart.
-
-    Raises:
-        PoSEError: it ties them, so it is another model than the one that was trained.
-    """
-    found = Saved(Path(adapter)).adapter
-    trained = trains_embeddings_apart(found.model_dump()) if found is not None else []
-    if trained and is_tied(merged):
-        raise PoSEError(f"{merged} is not the trained model: {_came_apart(trained)}")
-
-
 def complete_merged(folder: str | Path, adapter: str | Path) -> None:
     """Give a merged model the config, limits, record and probe of its adapter's folder; all files change together.
 
@@ -101,7 +94,8 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
         raise PoSEError(f"{adapter} has no {RECORD} or no config.json with rope_parameters; name the adapter's folder")
     if is_adapter(path) or not (path / "config.json").is_file():
         raise PoSEError(f"{path} does not hold a merged model (a config.json and no adapter_config.json)")
-    require_apart(path, adapter)
+    if why := embeddings_came_apart(Saved(path), source):
+        raise PoSEError(f"{path} is not the trained model: {why}")
     wanted, values = source.text, read_json(path / "config.json")
     text = text_part(values)
     for key in _ROPE_KEYS:

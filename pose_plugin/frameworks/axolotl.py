@@ -25,7 +25,7 @@ from pose_plugin.frameworks.axolotl_machine import (
     prepare_cpu_ranks,
     turn_gpu_kernels_off,
 )
-from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge
+from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge, require_right_merge
 from pose_plugin.frameworks.axolotl_overrides import apply_overrides
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.rope.live import builds_text_alone
@@ -103,6 +103,8 @@ class PosePlugin(BasePlugin):
         _require_compatible(cfg, settings)
         _warn_of_likely_mistakes(cfg, settings)
         _override_rope(cfg, settings)
+        if cfg.get("merge_lora"):
+            require_right_merge(cfg)
         if cfg.get("merge_lora") and not _has_entry_points():
             complete_next_merge(settings)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.checkpoints import complete_folder, read_record
-from pose_plugin.checkpoints.merge import complete_merged
+from pose_plugin.checkpoints.merge import complete_merged, is_tied, trains_embeddings_apart
+from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
 from pose_plugin.utils.errors import PoSEError
@@ -33,6 +34,24 @@ def complete_merge(cfg: Any, settings: PoSESettings) -> None:
         # The legacy method saves the live model's config, with the override and the merged dtype.
         config.save_pretrained(folder)
     complete_folder(folder, config, settings)
+
+
+def require_right_merge(cfg: Any) -> None:
+    """Check that a merge gives the model that was trained.
+
+    The default method of Axolotl 0.19 and 0.21 copies the base's config, so it ties input and output embeddings again.
+
+    Raises:
+        PoSEError: the adapter trained one of them apart from the other.
+    """
+    adapter = Saved(Path(cfg.get("lora_model_dir") or cfg.output_dir)).adapter
+    trained = trains_embeddings_apart(adapter.model_dump()) if adapter is not None else []
+    if cfg.get("merge_method") != "legacy" and trained and is_tied(cfg.base_model):
+        raise PoSEError(
+            f"merge_method={cfg.get('merge_method') or 'memory_efficient'} would tie {', '.join(trained)} to the other "
+            "embedding again, from which the adapter trained it apart: the merged model would be another one. Set "
+            "merge_method: legacy"
+        )
 
 
 def complete_next_merge(settings: PoSESettings) -> None:

@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.checkpoints import complete_folder
 from pose_plugin.checkpoints.record import model_facts, run_facts
+from pose_plugin.checkpoints.saved import NO_LIMIT
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.positions import make_sampler, sketch
 from pose_plugin.rope import restore_rope, verify_rope
@@ -24,6 +25,7 @@ from pose_plugin.training.checks import (
     require_unsloth_fits,
     require_window,
     warning_of_frozen_parts,
+    warning_of_tied_embeddings,
 )
 from pose_plugin.training.data_report import look_at_rows
 from pose_plugin.training.saving import (
@@ -95,7 +97,8 @@ class PoSECallback(TrainerCallback):
             self._check(model)
             report = look_at_rows(self.trainer.train_dataset, self.collator)
         tokenizer = self.trainer.processing_class
-        if getattr(tokenizer, "model_max_length", settings.target_length) < settings.target_length:
+        limit = getattr(tokenizer, "model_max_length", settings.target_length)
+        if limit < settings.target_length or limit >= NO_LIMIT:
             tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
         if state.is_world_process_zero:
             for warning in report.warnings(settings) if report is not None else ():
@@ -156,8 +159,9 @@ class PoSECallback(TrainerCallback):
         settings = self.collator.settings
         log.info("settings: %s", settings.model_dump(exclude_defaults=True))
         frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
-        if frozen:
-            log.warning(frozen)
+        for warning in (frozen, warning_of_tied_embeddings(self.trainer.model)):
+            if warning:
+                log.warning(warning)
         sampler = make_sampler(settings)
         one_chunk = settings.chunks == 1 and "chunks" in sampler.options()
         if one_chunk or settings.unskipped_ratio == 1 or settings.train_length == 1:

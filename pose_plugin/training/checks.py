@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pose_plugin.checkpoints import read_record
+from pose_plugin.checkpoints.merge import trains_embeddings_apart
 from pose_plugin.config import PoSESettings
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
@@ -139,6 +140,20 @@ def warning_of_frozen_parts(model: Any, target_length: int) -> str | None:
         f"{target_length / original:g}: LongLoRA (arXiv 2309.12307) needed them trained at 8. Add "
         f"modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
     )
+
+
+def warning_of_tied_embeddings(model: Any) -> str | None:
+    """Return a sentence for the log if an adapter trains one of two tied embeddings apart from the other, else None."""
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        trained = trains_embeddings_apart(vars(adapter))
+        if trained and lookup(text_config(model.config), "tie_word_embeddings"):
+            return (
+                f"modules_to_save trains {', '.join(trained)}, which this base ties to its other embedding "
+                "(tie_word_embeddings=true); only one of them is trained. Merge with merge_method: legacy (Axolotl) or "
+                "load_extended(adapter).merge_and_unload(): Axolotl's default method ties them again. PEFT's "
+                "ensure_weight_tying=True trains both as one"
+            )
+    return None
 
 
 def _norms(model: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pose_plugin.checkpoints.probe import take_probe
+from pose_plugin.checkpoints.saved import NO_LIMIT
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
 from pose_plugin.utils.distributed import outside_training
@@ -56,7 +57,7 @@ def known_limit(trainer: Any, target_length: int) -> int | None:
     that another rank is writing. The live tokenizer needs neither.
     """
     longest = getattr(trainer.processing_class, "model_max_length", None)
-    return int(longest) if longest is not None and longest >= target_length else None
+    return int(longest) if longest is not None and target_length <= longest < NO_LIMIT else None
 
 
 def complete_card(folder: str | Path, tokenizer_maximum: int | None = None) -> None:

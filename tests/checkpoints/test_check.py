@@ -17,7 +17,7 @@ from pose_plugin.checkpoints.check import check_folder, logit_distance, toleranc
 from pose_plugin.checkpoints.probe import probe_inputs
 from pose_plugin.cli.main import main
 from pose_plugin.utils.errors import PoSEError
-from tests.checkpoints.saved_models import ROPES, TARGET, edit, make_base, save_adapter, save_full
+from tests.checkpoints.saved_models import ROPES, TARGET, edit, finish, make_base, save_adapter, save_full
 
 pytest.importorskip("peft")
 
@@ -421,3 +421,27 @@ def test_files_of_another_shape_are_named_and_never_pass(home, tmp_path, capsys,
     assert main(["check", str(folder)]) == 2
     output = capsys.readouterr().err
     assert str(folder / name) in output and named in output
+
+
+def test_tied_embeddings_that_were_trained_apart(tmp_path, here, capsys):
+    """PEFT's own merge unties them. A merge that keeps the base's config (Axolotl's default) makes another model."""
+    from pose_plugin import load_extended
+
+    make_base(tmp_path / "base", tie_word_embeddings=True)
+    model = save_adapter(tmp_path / "adapter", base=tmp_path / "base", modules_to_save=["embed_tokens"])
+    with torch.no_grad():
+        model.get_input_embeddings().modules_to_save["default"].weight.mul_(-1)
+    model.save_pretrained(tmp_path / "adapter")
+    finish(tmp_path / "adapter", model, "yarn")
+    load_extended(tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
+    shutil.copytree(tmp_path / "merged", tmp_path / "tied")
+    command = ["check", "--like", str(tmp_path / "adapter"), "--repair"]
+    assert main([*command, str(tmp_path / "merged")]) == 0, capsys.readouterr().out
+
+    weights(tmp_path / "tied", lambda tensors: tensors.pop("lm_head.weight"))
+    edit(tmp_path / "tied" / "config.json", lambda values: values.update(tie_word_embeddings=True))
+    assert main([*command, str(tmp_path / "tied")]) == 2
+    assert "merge_method: legacy" in capsys.readouterr().err
+    assert not (tmp_path / "tied" / "pose.json").exists()
+    report = check_folder(tmp_path / "tied", like=tmp_path / "adapter")
+    assert {"logits", "embeddings"} <= set(report.differing())

@@ -12,6 +12,7 @@ from pose_plugin.training.checks import (
     require_undivided,
     require_unsloth_fits,
     warning_of_frozen_parts,
+    warning_of_tied_embeddings,
 )
 from pose_plugin.utils.errors import PoSEError
 from tests.conftest import make_llama
@@ -57,6 +58,23 @@ def test_the_warning_names_the_modules_of_this_model():
 @pytest.mark.parametrize(("target", "lora"), [(256, {"lora_dropout": 0.0}), (512, {})], ids=["small stretch", "full"])
 def test_no_warning_where_none_is_due(target, lora):
     assert warning_of_frozen_parts(model(target, **lora), target) is None
+
+
+@pytest.mark.parametrize(
+    ("tied", "lora", "warned"),
+    [
+        (True, {"modules_to_save": ["embed_tokens"]}, True),
+        (True, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False),
+        (True, {"modules_to_save": NORMS}, False),
+        (False, {"modules_to_save": ["embed_tokens"]}, False),
+    ],
+)
+def test_one_of_two_tied_embeddings(tied, lora, warned):
+    plain = make_llama(tie_word_embeddings=tied)
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"], r=2, **lora))
+    text = warning_of_tied_embeddings(adapted)
+    assert (text is not None) is warned
+    assert not warned or ("embed_tokens" in text and "merge_method: legacy" in text)
 
 
 @pytest.mark.parametrize("value", [True, "dpo", [1], 2])
