@@ -99,11 +99,11 @@ def check_folder(
     """Reload a folder in a clean process and compare it with the trained model.
 
     The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on a base
-    built from the adapter's config. Compared are the maximum of the tokenizer and the config, the live frequencies, and
-    logits at positions past the old window, which `pose_probe.json` holds of the trained model.
+    built from the adapter's config. A folder of another trainer has no record and no probe: it is compared with its
+    own config, and the report states what that does not prove.
 
     Args:
-        folder: a model or an adapter that was saved by a run of this package.
+        folder: a model or an adapter.
         base: where the base is, if not where adapter_config.json says.
         like: take record and probe from this folder, for a merged model that has none.
         device: "cpu", "cuda", …
@@ -111,9 +111,6 @@ def check_folder(
         trust_remote_code: allow the folder's own code to run.
         python: interpreter of another environment, e.g. with transformers 4; it does not need this package.
         timeout: seconds for the reload.
-
-    A folder of another trainer has no record and no probe: it is compared with its own config, and the report states
-    what that does not prove.
 
     Raises:
         PoSEError: no such folder, or a file in it that cannot be read.
@@ -139,9 +136,7 @@ def check_folder(
     _compare_tokenizer(report, answer, reference.target)
     if "maximum" not in report.differing():
         _compare_generation(report, answer, where)
-    if "logits" not in answer:
-        return report
-    if probe is None:
+    if "logits" not in answer or probe is None:
         _look_without_probe(report, answer, saved, reference)
         return report
     _compare_frequencies(report, answer["frequencies"], probe["frequencies"])
@@ -359,6 +354,8 @@ def _compare_generation(report: CheckReport, answer: Mapping[str, Any], base: Ba
 
 def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: Saved, reference: Saved) -> None:
     """Compare the live frequencies with the config's, and state that the weights are unproved."""
+    if "logits" not in answer:
+        return
     finite = bool(np.isfinite(np.array(answer["logits"], dtype=np.float64)).all())
     unknown = f"no {PROBE} in {reference.path}, so it is not proved that these weights are the trained ones"
     if not finite:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.checkpoints.lengths import UNSET_GENERATION
-from pose_plugin.checkpoints.saved import ADAPTER, Saved, base_of, read_record, read_saved, require_peft
+from pose_plugin.checkpoints.saved import ADAPTER, Saved, base_of, public_name, read_record, read_saved, require_peft
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
 from pose_plugin.utils.log import log, show_log
 
@@ -165,8 +165,9 @@ class Source:
     def facts(self) -> dict[str, Any]:
         """What the report keeps about this model."""
         rope = getattr(self.config.get_text_config(), "rope_parameters", None)
-        found = {"path": self.path, "max_position_embeddings": self.maximum, "rope_parameters": rope}
-        return {**found, "base": self.base} if self.is_adapter else found
+        # Names and not paths: `pose-plugin card` publishes them with the model.
+        found = {"path": public_name(self.path), "max_position_embeddings": self.maximum, "rope_parameters": rope}
+        return {**found, "base": public_name(self.base)} if self.is_adapter else found
 
 
 def describe(path: str, name: str | None = None) -> Source:

@@ -12,15 +12,22 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from pose_plugin.checkpoints import check
 from pose_plugin.cli.main import main
+from pose_plugin.export import ENGINES, exporter
 from tests.export.test_saved_format import FILES
 from tests.forked import CaseError, forked
 
+# Imported here, so that no forked child has to.
+import_module("pose_plugin.export.card")
+for name in ENGINES:
+    exporter(name)
+pytest.importorskip("huggingface_hub").ModelCard("---\n{}\n---\n").data.to_yaml()
 KILLS = int(os.environ.get("POSE_KILLS", "3"))
 REPORT = "| model | 512 |\n| --- | ---: |\n| full | 0.98 |\n"
 # Each command, with {0} for the folder that holds everything.
