@@ -117,8 +117,7 @@ def check_folder(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise PoSEError(f"--dtype {dtype} is unknown; use {', '.join(_DTYPES)}, or leave it out for the trained type")
-    saved = read_saved(folder)
-    reference = Saved(Path(like)) if like is not None else saved
+    saved, reference = read_saved(folder), Saved(Path(folder if like is None else like))
     if like is not None and reference.record is None:
         raise PoSEError(f"--like {like} has no {RECORD}; name the folder that the adapter was saved in")
     report, probe = CheckReport(str(folder)), read_probe(reference.path)
@@ -136,9 +135,10 @@ def check_folder(
     _compare_tokenizer(report, answer, reference.target)
     if "maximum" not in report.differing():
         _compare_generation(report, answer, where)
-    if "logits" not in answer or probe is None:
-        _look_without_probe(report, answer, saved, reference)
+    if "logits" not in answer:
         return report
+    if probe is None:
+        return _look_without_probe(report, answer, saved, reference)
     _compare_frequencies(report, answer["frequencies"], probe["frequencies"])
     _compare_logits(report, answer, probe, saved, reference)
     source = reference.path if reference.adapter is not None else saved.path.parent
@@ -352,10 +352,8 @@ def _compare_generation(report: CheckReport, answer: Mapping[str, Any], base: Ba
         report.add("generate", False, f"generate() refuses long prompts: {shown(Exception(answer['generates']))}")
 
 
-def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: Saved, reference: Saved) -> None:
-    """Compare the live frequencies with the config's, and state that the weights are unproved."""
-    if "logits" not in answer:
-        return
+def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: Saved, reference: Saved) -> CheckReport:
+    """Compare the live frequencies with the config's, and state that the weights are unproved. Return the report."""
     finite = bool(np.isfinite(np.array(answer["logits"], dtype=np.float64)).all())
     unknown = f"no {PROBE} in {reference.path}, so it is not proved that these weights are the trained ones"
     if not finite:
@@ -376,9 +374,10 @@ def _look_without_probe(report: CheckReport, answer: Mapping[str, Any], saved: S
             )
         except (PoSEError, ValueError, TypeError) as error:
             report.add("frequencies", None, f"{name} cannot be computed from the config: {shown(error)}")
-            return
+            return report
         wanted[name] = {"inv_freq": frequencies.tolist(), "scale": scale}
     _compare_frequencies(report, answer["frequencies"], wanted, allowed=1e-4)
+    return report
 
 
 def _compare_frequencies(

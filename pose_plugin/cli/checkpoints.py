@@ -63,7 +63,7 @@ def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace]
     from pose_plugin.export import ENGINES
 
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    add("folder", metavar="FOLDER", help="a saved model or adapter")
     add("--engine", required=True, choices=list(ENGINES), help="what will serve it")
     add("--output", metavar="PATH", help="where to write: the folder of --form 4, the file of --convert")
     add("--form", choices=["4"], help="write a copy for readers of transformers 4 (weights are linked) to --output")
@@ -152,7 +152,7 @@ def _require_window(folder: str) -> None:
 
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the options of `pose-plugin card`, which writes the model card."""
-    parser.add_argument("folder", metavar="FOLDER", help="a model or adapter that a run of this package saved")
+    parser.add_argument("folder", metavar="FOLDER", help="a saved model or adapter")
     parser.add_argument("--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: one in FOLDER")
     return _card
 
