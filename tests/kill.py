@@ -76,7 +76,7 @@ def survives(
         >>> survives(lambda folder: main(["card", str(folder)]), tmp_path, prepare=lambda f: shutil.copytree(saved, f))
     """
     draw = random.Random(seed)
-    whole, ended = run(command, _new(root / "whole", prepare)), Counter[str]()
+    whole, ended = run(command, _new(root / "whole", prepare), count=True), Counter[str]()
     expected = result(root / "whole")
     for number in range(KILLS if kills is None else kills):
         folder = _new(root / f"killed{number}", prepare)
@@ -103,10 +103,17 @@ def _new(folder: Path, prepare: Callable[[Path], None]) -> Path:
     return folder
 
 
-def run(command: Callable[[Path], Any], folder: Path, point: int | None = None, seconds: float | None = None) -> Child:
+def run(
+    command: Callable[[Path], Any],
+    folder: Path,
+    point: int | None = None,
+    seconds: float | None = None,
+    count: bool = False,
+) -> Child:
     """Run `command(folder)` in a forked child.
 
     Args:
+        count: count its points, which makes it several times slower.
         point: kill it before the call of this number that changes files, from 0.
         seconds: kill it after this time.
 
@@ -117,7 +124,7 @@ def run(command: Callable[[Path], Any], folder: Path, point: int | None = None, 
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _child(command, folder, where, point)
+        _child(command, folder, where, point, count or point is not None)
     if seconds is not None:
         timer = threading.Timer(seconds, _kill, (pid,))
         timer.start()
@@ -139,7 +146,7 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int | None) -> None:
+def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int | None, watched: bool) -> None:
     """Run the command, store what it returned, and exit. Never returns."""
     os.setsid()
     code = 1
@@ -149,7 +156,7 @@ def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int
             os.dup2(output.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         watch = _Watch(point)
-        value = watch.over(command, folder)
+        value = watch.over(command, folder) if watched else command(folder)
         where.write_bytes(pickle.dumps((value, watch.points)))
         code = 0
     except BaseException:

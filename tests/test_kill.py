@@ -29,7 +29,7 @@ def _keep_what_is_there(folder: Path) -> int:
 
 
 def test_every_point_is_a_moment(tmp_path):
-    whole = run(_keep_what_is_there, _made(tmp_path / "whole"))
+    whole = run(_keep_what_is_there, _made(tmp_path / "whole"), count=True)
     # open, write, flush, write, close
     assert (whole.killed, whole.value, whole.points) == (False, 0, 5)
     left = []

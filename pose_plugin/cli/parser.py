@@ -65,7 +65,11 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value is not None and action.choices is not None and value not in action.choices:
-            self._complain(action, not_one_of(str(value), map(str, action.choices)))
+            known = action.choices
+            if isinstance(known, range):
+                self._complain(action, f"{value} is not from {known.start} to {known.stop - 1}")
+            else:
+                self._complain(action, not_one_of(str(value), map(str, known)))
 
     def _complain(self, action: argparse.Action, reason: str) -> None:
         self._wrong.add(action.dest)

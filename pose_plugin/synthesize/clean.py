@@ -27,7 +27,10 @@ class Cleaner:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         long = sorted({each for each in secrets if len(each) >= SHORTEST_SECRET}, key=len, reverse=True)
-        self._secret = re.compile("|".join(_GAP.join(map(_spellings, each)) for each in long)) if long else None
+        # An answer may be cut off within the key, and half of it is too much.
+        half = [re.escape(each[: max(SHORTEST_SECRET, len(each) // 2)]) + r"[^\s\"',;<>]*" for each in long]
+        spelled = [_GAP.join(map(_spellings, each)) for each in long]
+        self._secret = re.compile("|".join([*spelled, *half])) if long else None
 
     def text(self, text: str) -> str:
         """Return a text of several lines without secrets and control characters."""

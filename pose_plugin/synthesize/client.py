@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -48,15 +48,6 @@ class GivenUpError(Exception):
     """One request is left out. The text says why."""
 
 
-@dataclass
-class Counts:
-    """What happened in this run, for the manifest."""
-
-    reused: int = 0
-    unusable: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-
-
 class Client:
     """Asks for answers, many at a time. Use as `value = await client(request)`.
 
@@ -65,6 +56,8 @@ class Client:
 
     Attributes:
         stopped: why no further request is sent, or None.
+        reused: answers that the journal held.
+        unusable, faults: reason → answers that could not be used, and requests without an answer.
     """
 
     def __init__(
@@ -84,7 +77,8 @@ class Client:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._lost_in_a_row = self._refused = 0
         self.stopped: str | None = None
-        self.counts = Counts()
+        self.reused = 0
+        self.unusable, self.faults = Counter[str](), Counter[str]()
         for answer in answers.all():
             ledger.add(answer.input_tokens, answer.output_tokens)
 
@@ -135,7 +129,7 @@ class Client:
             except UnusableError as error:
                 reason = str(error)
             else:
-                self.counts.reused += 1
+                self.reused += 1
                 return value
         while attempt < settings.tries:
             attempt += 1
@@ -148,33 +142,30 @@ class Client:
                 reason = str(error)
                 if answer.finish == "length":
                     reason += f", cut off at {settings.answer_tokens} tokens (--answer-tokens)"
-                self.counts.unusable[_kind(reason)] += 1
+                self.unusable[_kind(reason)] += 1
         raise GivenUpError(f"no usable answer in {attempt} tries {TRIES}, last: {reason}")
 
     async def _fetch(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
         """Get an answer from the server, and store it."""
+        retries = self._settings.retries
         try:
             answer = await self._send(request, text, key, attempt)
         except FaultError as fault:
-            self.counts.faults[_kind(str(fault))] += 1
-            raise self._lost(fault) from None
+            self.faults[_kind(str(fault))] += 1
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= GONE_AFTER:
+                why = f"{GONE_AFTER} requests in a row got no answer, last: {fault}; see --base-url"
+                raise StopError(why) from None
+            raise GivenUpError(f"no answer after up to {retries} repeats (--retries), last: {fault}") from None
         except RefusedError as error:
-            raise self._rejected(error) from None
+            self._refused += 1
+            # A server that has answered before, in this run or an earlier one, may only refuse some texts.
+            if self._refused >= GONE_AFTER and not self._answers.all():
+                why = f"the server refuses every request ({self._refused} so far), last: {error}"
+                raise StopError(why) from None
+            raise GivenUpError(f"refused by the server: {error}") from None
         self._lost_in_a_row = 0
         return answer
-
-    def _lost(self, fault: FaultError) -> Exception:
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= GONE_AFTER:
-            return StopError(f"{GONE_AFTER} requests in a row got no answer, last: {fault}; see --base-url")
-        return GivenUpError(f"no answer after up to {self._settings.retries} repeats (--retries), last: {fault}")
-
-    def _rejected(self, error: RefusedError) -> Exception:
-        self._refused += 1
-        # A server that has answered before, in this run or an earlier one, may only refuse some texts.
-        if self._refused >= GONE_AFTER and not self._answers.all():
-            return StopError(f"the server refuses every request ({self._refused} so far), last: {error}")
-        return GivenUpError(f"refused by the server: {error}")
 
     async def _send(self, request: Request[Any], text: str, key: str, attempt: int) -> Answer:
         settings, clock = self._settings, asyncio.get_running_loop().time

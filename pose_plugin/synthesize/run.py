@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,7 @@ async def _make_all(items: list[Item], settings: Settings, client: Client, serve
                 log.warning(f"left out: {item.documents[0].source}, {item.task}, {sentence}")
 
     try:
-        async with _Interrupts(client):
+        with _interrupts(client):
             # Most items send one request at a time. The client limits how many are open.
             workers = [worker() for _ in range(min(len(items), settings.concurrency))]
             for outcome in await asyncio.gather(*workers, return_exceptions=True):
@@ -142,35 +142,31 @@ async def _make_all(items: list[Item], settings: Settings, client: Client, serve
     return results
 
 
-class _Interrupts:
-    """Waits for requests in flight on the first Ctrl-C or TERM, as they will be billed. The second ends at once."""
+@contextmanager
+def _interrupts(client: Client) -> Iterator[None]:
+    """Wait for requests in flight on the first Ctrl-C or TERM, as they will be billed. The second ends at once."""
+    loop = asyncio.get_running_loop()
+    handled: list[int] = []
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._handled: list[int] = []
+    def restore() -> None:
+        while handled:
+            loop.remove_signal_handler(handled.pop())
 
-    async def __aenter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._loop.add_signal_handler(number, self._once)
-                self._handled.append(number)
-            except (NotImplementedError, ValueError, RuntimeError):
-                pass  # Windows, or not the main thread: an interrupt ends at once, and the journal keeps what came
-
-    async def __aexit__(self, *_: object) -> None:
-        self._restore()
-
-    def _once(self) -> None:
-        self._client.stop("interrupted")
+    def once() -> None:
+        client.stop("interrupted")
         # Before the message, or an interrupt that follows it at once would be lost.
-        self._restore()
+        restore()
         log.warning("interrupted: waiting for requests in flight, which will be billed; interrupt again to end at once")
 
-    def _restore(self) -> None:
-        for number in self._handled:
-            self._loop.remove_signal_handler(number)
-        self._handled = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # On Windows and outside the main thread, an interrupt ends at once, and the journal keeps what came.
+        with suppress(NotImplementedError, ValueError, RuntimeError):
+            loop.add_signal_handler(number, once)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _write(
@@ -270,14 +266,13 @@ def _tail(result: Result, settings: Settings) -> dict[str, Any]:
 
 def _paid(client: Client, server: Server, answers: Answers, ledger: Ledger) -> dict[str, Any]:
     """Return the part of the manifest about requests and money."""
-    counts = client.counts
     return {
         "requests": {
             "asked": server.sent,
-            "from_journal": counts.reused,
+            "from_journal": client.reused,
             "repeated": server.repeated,
-            "unusable": plain(counts.unusable),
-            "faults": plain(counts.faults),
+            "unusable": plain(client.unusable),
+            "faults": plain(client.faults),
             "answers_in_journal": len(answers.all()),
         },
         "tokens": {"input": ledger.input_tokens, "output": ledger.output_tokens},

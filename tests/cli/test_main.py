@@ -36,7 +36,7 @@ def test_version(capsys):
 
 
 COMPLAINTS = {
-    "": ["name a command: init, plan"],
+    "": ["name a command: "],
     "evalute base": ["'evalute' is not a command; did you mean evaluate?"],
     "--quiet coverage": ["'--quiet' is not an option"],
     "coverage --target-length": ["--target-length: expected one argument"],
@@ -52,6 +52,7 @@ COMPLAINTS = {
     "plan a.yaml b.yaml --gpus 0": ["'b.yaml' is one argument too many", "--gpus: '0'"],
     "synthesize": ["PATH is missing", "--output is missing", "--tokenizer is missing", "--model is missing"],
     "check": ["FOLDER is missing"],
+    "init base --gpus 2000 --target-length 80q": ["--gpus: 2000 is not from 0 to 1024", "--target-length: '80q'"],
 }
 
 

@@ -36,6 +36,13 @@ def test_a_secret_is_hidden_however_it_is_spelled(text):
     assert clean.line(f"a\n {text} b") == "a [key] b"
 
 
+def test_half_of_a_secret_is_hidden():
+    """An answer may end within it; shorter beginnings such as `sk-proj-` are words."""
+    clean = Cleaner([KEY])
+    assert clean.text(f'a "{KEY[:-3]}" b') == 'a "[key]" b'
+    assert clean.text(KEY[:9]) == KEY[:9]
+
+
 def test_short_secrets_are_words():
     assert Cleaner(["none", ""]).text("none\r\nof them\x1b") == "none\nof them"
 

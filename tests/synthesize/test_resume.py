@@ -243,7 +243,7 @@ def _result(folder):
     return kept, rows, lines(folder / "train.jsonl"), lines(folder / "sources.jsonl"), list(files(folder))
 
 
-def test_killed_at_any_moment(place, tmp_path):
+def test_killed_at_any_moment(one_book, tmp_path):
     """Each answer that reached the disk is paid for once; the rows are those of a run that nobody killed."""
     import pose_plugin.synthesize.run  # noqa: F401 - before the fork
 
@@ -251,7 +251,7 @@ def test_killed_at_any_moment(place, tmp_path):
         stored = Counter()
 
         def command(folder):
-            return main(arguments(place, folder, server.url, *TASKS))
+            return main(arguments(one_book, folder, server.url, "--tasks", "single", "--concurrency", "2"))
 
         def result(folder):
             for row in lines(folder / "journal.jsonl"):
