@@ -142,6 +142,7 @@ def evaluating(model: str) -> dict[str, float]:
 
     from pose_plugin.evaluation.measures.haystack import Haystack
     from pose_plugin.evaluation.measures.passkey import Passkey
+    from pose_plugin.evaluation.model import read
 
     torch.set_num_threads(1)
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(BASE).eval(), AutoTokenizer.from_pretrained(BASE)
@@ -158,8 +159,7 @@ def evaluating(model: str) -> dict[str, float]:
         cache = None
         for count, length in [(rows, first), *then]:
             ids = torch.full((count, length), 7)
-            output = loaded(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
+            cache = read(loaded, ids, cache, logits_to_keep=1)[1]
 
     calls = {
         "16 passkeys of 2,048 tokens": lambda: passkey.measure(loaded, tokenizer, [TOKENS]),
