@@ -90,7 +90,7 @@ def measure(source: Path, method: str, factor: int) -> dict[str, Any]:
         with torch.no_grad():
             return model(input_ids=text, use_cache=True, logits_to_keep=1).past_key_values
 
-    read(ids[:, : 2 * INTERVAL])
+    read(ids[:, : WINDOW + INTERVAL])  # longer than the window, so that something is condensed
     before = _resident("VmRSS")
     _forget_peak()
     start = time.process_time()

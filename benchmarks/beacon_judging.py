@@ -44,21 +44,47 @@ class Beacons:
 
 
 @dataclass
+class Alone:
+    """Reads the same intervals as beacons do, each by itself: what beacons are worth without any memory.
+
+    Args:
+        model: a model without beacons.
+        interval: tokens that are read together.
+    """
+
+    model: Any
+    interval: int = INTERVAL
+
+    def second_half(self, ids: Any) -> Any:
+        import torch
+
+        length, half, found = ids.shape[1], ids.shape[1] // 2, []
+        for start in range((half - 1) // self.interval * self.interval, length - 1, self.interval):
+            part = ids[:, start : start + self.interval + 1]
+            with torch.no_grad():
+                losses = token_losses(self.model(input_ids=part, use_cache=False).logits, part)
+            found.append(losses[:, max(0, half - 1 - start) :])
+        return torch.cat(found, dim=1)
+
+
+@dataclass
 class Sliding:
     """Reads with a sliding window and full positions; layers pass on what lower layers saw.
 
     Args:
         model: a model without beacons, or a PEFT model, whose adapter is then disabled.
         window: raw tokens that each layer sees.
+        sinks: first tokens of the text that every token sees in addition.
     """
 
     model: Any
     window: int = WINDOW
+    sinks: int = 0
 
     def logits(self, ids: Any) -> Any:
         import torch
 
-        given = {"attention_mask": band(ids.shape[1], self.window), "use_cache": False}
+        given = {"attention_mask": band(ids.shape[1], self.window, self.sinks), "use_cache": False}
         with torch.no_grad():
             if not hasattr(self.model, "disable_adapter"):
                 return self.model(input_ids=ids, **given).logits
@@ -68,7 +94,8 @@ class Sliding:
     @property
     def reach(self) -> int:
         """How many tokens back a token can see through all layers. Earlier ones need not be computed."""
-        return self.model.config.num_hidden_layers * (self.window - 1)
+        # Sinks are at the beginning, so nothing can be left out before the text.
+        return 10**9 if self.sinks else self.model.config.num_hidden_layers * (self.window - 1)
 
     def second_half(self, ids: Any) -> Any:
         import torch
@@ -84,14 +111,24 @@ class Sliding:
         return self.logits(ids[:, -self.reach - 4 :])[:, -3].argmax(-1)
 
 
+MEASURES = ("digit", "facts", "text")
+OFFSETS = ((0, 4), (4, 8), (8, 16), (16, 32), (32, INTERVAL))
+
+
 def judge(
-    readers: dict[str, Any], seed: int, lengths: list[int], trials: int, texts: int, library: bool = True
+    readers: dict[str, Any],
+    seed: int,
+    lengths: list[int],
+    trials: int,
+    texts: int,
+    measures: tuple[str, ...] = MEASURES,
 ) -> dict[str, Any]:
     """Return, by reader, measure and length, the share of digits found and mean losses (nats) of texts' second halves.
 
     - digit: the answer's digit is the likeliest token; the key is outside the last 128 tokens. Guessing finds 0.11.
     - facts: documents whose fact recurs outside every window of 128; fact digits: the digits of these only.
-    - text: files of Python's library, if `library` is true.
+    - text: files of Python's library. prose: a novel, which the base does not know.
+    - text offset 0–3 and so on: of these, the tokens that are predicted so many tokens behind an interval's border.
     """
     import torch
 
@@ -102,18 +139,27 @@ def judge(
         asked = torch.tensor([data.question(length, rng) for _ in range(trials)])
         facts = [data.facts(length, rng, far=True) for _ in range(texts)]
         pieces = torch.tensor([data.text(length, rng) for _ in range(texts)])
+        if "prose" in measures:
+            pieces = torch.tensor([data.prose(length, rng) for _ in range(texts)])
         half = length // 2
         ids = torch.tensor([row for row, _ in facts])
         digits = torch.zeros((texts, half), dtype=torch.bool)
         for at, (_, places) in enumerate(facts):
             digits[at, [place - half for place in places if place >= half]] = True
+        offset = torch.arange(half - 1, length - 1) % INTERVAL
         for name, reader in readers.items():
-            wrong_memory = getattr(reader, "another", False)
-            each = reader.second_half(ids)
-            row = {"facts": each.mean(), "fact digits": each[digits].mean()}
-            if not wrong_memory:
-                if library:
-                    row["text"] = reader.second_half(pieces).mean()
+            row = {}
+            if "facts" in measures:
+                each = reader.second_half(ids)
+                row |= {"facts": each.mean(), "fact digits": each[digits].mean()}
+            for measure in ("text", "prose"):
+                if measure in measures:
+                    each = reader.second_half(pieces)
+                    row[measure] = each.mean()
+                    for low, high in OFFSETS:
+                        inside = (offset >= low) & (offset < high)
+                        row[f"{measure} offset {low}–{high - 1}"] = each[:, inside].mean()
+            if "digit" in measures and hasattr(reader, "last_digit") and not getattr(reader, "another", False):
                 hits = [reader.last_digit(part) == part[:, -2] for part in asked.split(ROWS)]
                 row["digit"] = torch.cat(hits).float().mean()
             for measure, value in row.items():

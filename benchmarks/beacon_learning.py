@@ -5,11 +5,18 @@
     python benchmarks/beacon_learning.py --quick --output /tmp/learning     # only checks that it runs
 
 Parts, each of which replaces its own numbers in beacon_learning.json:
-- beacons: intervals of 64, the base frozen (beacon_training.py), judged at 4 to 32 times the window
-  (beacon_judging.py), and the same base with a sliding window.
-- unfrozen: the base itself, all weights trained on the same batches with a sliding window.
+- untrained: the frozen base with a sliding window of 128 or 64 tokens, and in the same intervals as beacons without any
+  memory.
+- mixed: beacons (beacon_training.py), judged at 4 to 32 times the window (beacon_judging.py). Half of the training
+  steps have library texts, half documents with a fact. The loss is the paper's, the mean over all labelled tokens: all
+  tokens of texts, and as in instruction data the answers in documents with a fact.
+- text, prose: beacons trained on library texts only, or on prose, which the base does not know. Prose
+  comes from the Python package index.
+- mean: as mixed, with all tokens of the documents labelled.
+- weighted: as mixed, with three steps of facts to one of texts; digits weigh as much as all other tokens.
+- unfrozen: the base itself, all weights trained on the batches of `weighted` with a sliding window.
 - far: the gain from tokens beyond the window in library texts, for a model of this size trained on long texts.
-- ablation: the three masks, and the three ways to draw ratios, with fewer steps and a loss on the digits only.
+- ablation: masks, ways to draw ratios, and projections, with fewer steps and a loss on the digits only.
 - axolotl: `axolotl train example_configs/beacon/quickstart.yaml`, and its adapter judged in the same way.
 """
 
@@ -26,33 +33,52 @@ from pathlib import Path
 from typing import Any
 
 import beacon_training as training
-from beacon_judging import Beacons, Sliding, by_window, judge, short_inputs_are_the_bases
+from beacon_judging import MEASURES, OFFSETS, Alone, Beacons, Sliding, by_window, judge, short_inputs_are_the_bases
 from common import about, arguments, canvas, machine, markdown, places, save
 
 WINDOW, INTERVAL = training.WINDOW, training.INTERVAL
 LENGTHS = [512, 1024, 2048, 4096]
 FAR = [32, 64, 128, 512, 2048]
-PARTS = ("beacons", "unfrozen", "far", "ablation", "axolotl")
+QUICK = ("untrained", "mixed", "unfrozen", "far", "ablation")
+PARTS = ("untrained", "mixed", "text", "prose", "mean", "weighted", "unfrozen", "far", "ablation", "axolotl")
 ABLATION: dict[str, dict[str, Any]] = {
     "stepwise, ratio per interval": {},
     "segmentation": {"mask": "segmentation"},
     "full coverage": {"mask": "full"},
     "ratio per instance": {"train_ratio": "instance"},
     "ratio fixed at 8": {"train_ratio": 8},  # the smallest that holds the longest training text
+    "q, k, v": {"target_modules": ["q_proj", "k_proj", "v_proj"]},
+    "q, k, v, o, MLP": {
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    },
 }
 NAMES = {
-    "beacons": "beacons",
-    "another": "beacons, another text's memory",
+    "mixed": "beacons",
+    "mixed, another": "beacons, another text's memory",
+    "text": "beacons",
+    "text, another": "beacons, another text's memory",
+    "prose": "beacons",
+    "prose, another": "beacons, another text's memory",
+    "weighted": "beacons, weighted digits",
+    "weighted, another": "beacons, weighted digits, another text's memory",
+    "mean": "beacons, all tokens labelled",
+    "axolotl": "beacons, by Axolotl",
+    "alone": "no memory",
     "sliding": "sliding window",
     "half": "sliding window of 64",
     "unfrozen": "sliding window, base trained too",
-    "axolotl": "beacons, by Axolotl",
 }
-MEASURES = {
-    "digit": ("digit found", ("beacons", "axolotl", "sliding", "unfrozen")),
-    "facts": ("perplexity, recurring facts", ("beacons", "another", "sliding", "half", "unfrozen")),
-    "fact digits": ("perplexity, the facts' digits", ("beacons", "axolotl", "another", "sliding", "unfrozen")),
-    "text": ("perplexity, library texts", ("beacons", "sliding", "half", "unfrozen")),
+BEACONS = ("mixed", "mixed, another")
+UNTRAINED = ("alone", "sliding", "half")
+ROWS = {
+    "digit": ("digit found", ("mixed", "weighted", "axolotl", "sliding", "unfrozen")),
+    "facts": ("perplexity, recurring facts", (*BEACONS, *UNTRAINED, "unfrozen")),
+    "fact digits": ("perplexity, the facts' digits", (*BEACONS, "axolotl", *UNTRAINED, "unfrozen")),
+    "text": ("perplexity, library texts", (*BEACONS, "weighted", *UNTRAINED, "unfrozen")),
+}
+TEXT_ROWS = {
+    "text": ("library texts", ("text", "text, another", *UNTRAINED)),
+    "prose": ("prose", ("prose", "prose, another", *UNTRAINED)),
 }
 
 
@@ -80,23 +106,59 @@ def in_unit(measure: str, value: float) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """Return the main table, by measure and reader: mean and range over the seeds."""
+    return by_length(result, ROWS) + "\n\n" + about(result["machine"])
+
+
+def text_table(result: dict[str, Any]) -> str:
+    """Return the table of beacons that were trained on one kind of text only."""
+    return by_length(result, TEXT_ROWS)
+
+
+def by_length(result: dict[str, Any], rows_of: dict[str, tuple[str, tuple[str, ...]]]) -> str:
     lengths, rows = result["lengths"], []
-    for measure, (label, readers) in MEASURES.items():
+    for measure, (label, readers) in rows_of.items():
         for reader in readers:
-            if runs := result["readers"].get(reader):
+            runs = [run for run in result["readers"].get(reader, []) if measure in run]
+            if runs:
                 cells = [shown(measure, values_of(runs, measure, length)) for length in lengths]
-                rows.append([f"{label}: {NAMES[reader]}", *cells])
-    header = ["", *(f"{n} ({n // WINDOW}x)" for n in lengths)]
-    return markdown(header, rows) + "\n\n" + about(result["machine"])
+                note = "" if len(runs) >= 3 else f" ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+                rows.append([f"{label}: {NAMES[reader]}{note}", *cells])
+    return markdown(["", *(f"{n} ({n // WINDOW}x)" for n in lengths)], rows)
+
+
+def values(result: dict[str, Any], reader: str, measure: str) -> list[dict[str, float]]:
+    """Return a reader's values by length, one dict per seed."""
+    return [run[measure] for run in result["readers"].get(reader, []) if measure in run]
+
+
+def offset_table(result: dict[str, Any]) -> str:
+    """Return the loss of beacons minus that of other readers on the same texts, and by offset in the interval."""
+    names = ["", *(f" offset {low}–{high - 1}" for low, high in OFFSETS)]
+    rows = []
+    trained = {"mixed": "both", "text": "library texts", "prose": "prose", "weighted": "both, weighted digits"}
+    for reader in trained:
+        measure = "prose" if reader == "prose" else "text"
+        for other in ("alone", f"{reader}, another", "sliding"):
+            cells = []
+            for name in names:
+                key = measure + name
+                ours, theirs = (values(result, each, key) for each in (reader, other))
+                pairs = [(a[n], b[n]) for a, b in zip(ours, theirs, strict=False) for n in a]
+                cells.append(f"{mean([a - b for a, b in pairs]):+.3f}" if pairs else "")
+            if any(cells):
+                name = NAMES[other].removeprefix("beacons, weighted digits, ").removeprefix("beacons, ")
+                rows.append([f"trained on {trained[reader]}: minus {name}", *cells])
+    return markdown(["nats, beacons minus …", "all tokens", *(name.strip() for name in names[1:])], rows)
 
 
 def far_table(result: dict[str, Any]) -> str:
     """Return the perplexity of library texts by the window that the model reads with."""
-    windows = [window for window in FAR if str(window) in result["far"]["long texts"]]
+    windows = [window for window in FAR if str(window) in result["far"]["long texts"][0]]
     header = ["library texts, perplexity by window", *map(str, windows)]
     rows = []
-    for name, found in result["far"].items():
-        rows.append([name, *(shown("text", [found[str(n)]]) if str(n) in found else "" for n in windows)])
+    for name, runs in result["far"].items():
+        read = [[run[str(n)] for run in runs if str(n) in run] for n in windows]
+        rows.append([name, *(shown("text", each) if each else "" for each in read)])
     return markdown(header, rows)
 
 
@@ -123,7 +185,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panels = {"digit": "digit found, key outside the window", "facts": "perplexity, recurring facts"}
     with canvas(path, 6.6, 2.9, columns=2) as (figure, grid):
         for axes, (measure, label) in zip(grid, panels.items(), strict=True):
-            for side, reader in enumerate(("beacons", "sliding", "unfrozen")):
+            for side, reader in enumerate(("mixed", "sliding", "unfrozen")):
                 if not (runs := result["readers"].get(reader)):
                     continue
                 seen = [values_of(runs, measure, n) for n in lengths]
@@ -164,10 +226,14 @@ class Run:
         return done
 
     def judge(
-        self, readers: dict[str, Any], seed: int, lengths: list[int] | None = None, library: bool = True
+        self,
+        readers: dict[str, Any],
+        seed: int,
+        lengths: list[int] | None = None,
+        measures: tuple[str, ...] = MEASURES,
     ) -> dict[str, Any]:
         sizes = self.sizes
-        return judge(readers, seed, lengths or sizes["lengths"], sizes["trials"], sizes["texts"], library)
+        return judge(readers, seed, lengths or sizes["lengths"], sizes["trials"], sizes["texts"], measures)
 
     def save(self) -> None:
         save(self.result, self.path)
@@ -192,37 +258,64 @@ def main() -> None:
     run = Run(results / "beacon_learning.json", sizes)
     # From 10 on, because smaller seeds were used to choose the settings.
     chosen = [10 + seed for seed in range(seeds)]
-    for part in args.parts or PARTS[: 4 if args.quick else 5]:
-        globals()[f"part_{part}"](run, chosen, short if part == "ablation" else steps, tokens)
+    for part in args.parts or (QUICK if args.quick else PARTS):
+        if part in training.KINDS:
+            part_trained(run, part, chosen, steps, tokens)
+        else:
+            globals()[f"part_{part}"](run, chosen, short if part == "ablation" else steps, tokens)
         run.save()
         draw(run.result, figures / "beacon_learning.png")
     print(table(run.result))
+    for print_it in (text_table, offset_table):
+        print("\n" + print_it(run.result))
     for section, print_it in (("far", far_table), ("ablation", ablation_table)):
         if run.result[section]:
             print("\n" + print_it(run.result))
 
 
-def part_beacons(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
-    done = run.kept("beacons", steps, ("beacons", "another", "sliding", "half"))
+def part_untrained(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    done = run.kept("untrained", 0, UNTRAINED)
+    base = AutoModelForCausalLM.from_pretrained(training.BASE).eval()
+    readers = {"alone": Alone(base), "sliding": Sliding(base), "half": Sliding(base, WINDOW // 2)}
     for seed in [seed for seed in seeds if seed not in [each["seed"] for each in done]]:
-        print(f"beacons, seed {seed}", flush=True)
+        print(f"untrained, seed {seed}", flush=True)
+        found = run.judge(readers, seed)
+        if tokens == training.STEP_TOKENS:  # a quick run fetches nothing
+            prose = run.judge(readers, seed, measures=("prose",))
+            found = {reader: found[reader] | prose[reader] for reader in readers}
+        for reader in readers:
+            run.add(reader, found[reader])
+        done.append({"seed": seed, "steps": 0})
+        run.result["about"]["untrained"] = done
+        run.save()
+
+
+def part_trained(run: Run, kind: str, seeds: list[int], steps: int, tokens: int) -> None:
+    """Train beacons on one kind of batches (see `training.batches`), and judge them on what they were trained on."""
+    steps = min(steps, training.KINDS[kind])
+    done = run.kept(kind, steps, (kind, f"{kind}, another"))
+    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in done]]:
+        print(f"beacons, {kind}, seed {seed}", flush=True)
         start = time.process_time()
-        model, losses = training.beacons(steps, seed, tokens)
+        model, losses = training.beacons(steps, seed, tokens, kind)
         spent = time.process_time() - start
-        readers = {"beacons": Beacons(model), "another": Beacons(model, another=True)}
-        readers |= {"sliding": Sliding(model), "half": Sliding(model, WINDOW // 2)}
-        for reader, found in run.judge(readers, seed).items():
+        readers = {kind: Beacons(model), f"{kind}, another": Beacons(model, another=True)}
+        measures = (kind,) if kind in ("text", "prose") else MEASURES
+        for reader, found in run.judge(readers, seed, measures=measures).items():
             run.add(reader, found)
+        digits = [round(sum(part) / len(part), 3) for part in (losses[:30], losses[-30:])] if losses else []
         done.append(
             {
                 "seed": seed,
                 "steps": steps,
                 "training_seconds": round(spent),
-                "digit_loss": [round(sum(part) / len(part), 3) for part in (losses[:30], losses[-30:])],
+                "digit_loss": digits,
                 "short_inputs_identical": short_inputs_are_the_bases(model),
             }
         )
-        run.result["about"]["beacons"] = done
+        run.result["about"][kind] = done
         run.save()
 
 
@@ -242,17 +335,19 @@ def part_far(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
     from transformers import AutoModelForCausalLM
 
     length = max(FAR) if tokens == training.STEP_TOKENS else run.sizes["lengths"][0]
-    steps = min(steps, 500)
-    print(f"full attention on {length} tokens", flush=True)
+    steps, windows, texts = min(steps, 500), [window for window in FAR if window <= length], run.sizes["texts"]
     base = AutoModelForCausalLM.from_pretrained(training.BASE).eval()
-    model = training.long_base(steps, seeds[0], length, tokens)
-    texts = run.sizes["texts"]
-    windows = [window for window in FAR if window <= length]
-    run.result["far"] = {
-        "base": by_window(base, seeds[0], length, [n for n in windows if n <= WINDOW], texts),
-        "long texts": by_window(model, seeds[0], length, windows, texts),
-    }
-    run.result["about"]["far"] = [{"seed": seeds[0], "steps": steps, "length": length}]
+    done = [each for each in run.result["about"].get("far", []) if each["steps"] == steps]
+    if not done:
+        run.result["far"] = {"base": [], "long texts": []}
+    for seed in [seed for seed in seeds if seed not in [each["seed"] for each in done]]:
+        print(f"full attention on {length} tokens, seed {seed}", flush=True)
+        model = training.long_base(steps, seed, length, tokens)
+        run.result["far"]["base"].append(by_window(base, seed, length, [n for n in windows if n <= WINDOW], texts))
+        run.result["far"]["long texts"].append(by_window(model, seed, length, windows, texts))
+        done.append({"seed": seed, "steps": steps, "length": length})
+        run.result["about"]["far"] = done
+        run.save()
 
 
 def part_ablation(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
@@ -265,8 +360,8 @@ def part_ablation(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
             if any(each["seed"] == seed for each in runs.get(name, [])):
                 continue
             print(f"{name}, seed {seed}", flush=True)
-            model, losses = training.beacons(steps, seed, tokens, digits_only=True, **ABLATION[name])
-            found = run.judge({"beacons": Beacons(model)}, seed, lengths, library=False)["beacons"]
+            model, losses = training.beacons(steps, seed, tokens, "digits", **ABLATION[name])
+            found = run.judge({name: Beacons(model)}, seed, lengths, ("digit", "facts"))[name]
             last = losses[-30:]
             runs.setdefault(name, []).append({"seed": seed, "digit_loss": round(sum(last) / len(last), 3), **found})
             print(f"  {runs[name][-1]}", flush=True)
@@ -295,7 +390,7 @@ def part_axolotl(run: Run, seeds: list[int], steps: int, tokens: int) -> None:
         spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
         base = AutoModelForCausalLM.from_pretrained(training.BASE)
         model = PeftModel.from_pretrained(base, root / values["output_dir"]).eval()
-        run.add("axolotl", run.judge({"axolotl": Beacons(model)}, seed, library=False)["axolotl"])
+        run.add("axolotl", run.judge({"axolotl": Beacons(model)}, seed, measures=("digit", "facts"))["axolotl"])
         done.append(
             {
                 "config": str(config.relative_to(root)),

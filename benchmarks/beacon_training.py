@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ CURRICULUM = [
     (1.00, RATIOS, [192, 256, 384, 512]),
 ]
 STEP_TOKENS = 4096
+# Steps by what beacons are trained on, see `batches`.
+KINDS = {"mixed": 1000, "text": 600, "prose": 600, "mean": 1000, "weighted": 1500}
+# The paper's loss is the mean over all tokens; a text needs no digits, so larger ratios come soon.
+PLAIN_CURRICULUM = [(0.20, [2, 4, 8], [160]), (1.00, RATIOS, [192, 256, 384, 512])]
+PROSE_TRAINING, PROSE_JUDGING = ("lcet10", "plrabn12", "asyoulik"), ("alice29",)
+
+
+def prose(names: tuple[str, ...], folder: Path = Path("outputs/beacon_prose")) -> list[str]:
+    """Return the named texts of Brotli's source distribution: a report, two plays or poems, and a novel."""
+    from smollm2 import get
+
+    found = []
+    with tarfile.open(get.download(folder, "Brotli==1.1.0", "--no-binary=:all:")) as archive:
+        for name in names:
+            found.append(get.read(archive, f"tests/testdata/{name}.txt"))
+    return found
 
 
 def modules() -> tuple[Any, Any]:
@@ -40,7 +58,7 @@ class Data:
         corpus, documents = modules()
         tokenizer = AutoTokenizer.from_pretrained(BASE)
         tokenizer.model_max_length = 10**9
-        self.corpus, self.eos = corpus, tokenizer.eos_token_id
+        self.corpus, self.eos, self.tokenizer, self.judging = corpus, tokenizer.eos_token_id, tokenizer, judging
         self.facts_of = documents.FactDocuments(tokenizer)
         self.near, self.far, self.lengths = documents.NEAR, documents.FAR, documents.LENGTHS
         self.keys = corpus.PasskeyMaker(tokenizer, judging=judging)
@@ -49,6 +67,13 @@ class Data:
 
     def text(self, length: int, rng: random.Random) -> list[int]:
         return self.corpus.text_document(self.texts, length, rng)
+
+    @cached_property
+    def prose_texts(self) -> list[list[int]]:
+        return self.corpus.tokenise(self.tokenizer, prose(PROSE_JUDGING if self.judging else PROSE_TRAINING))
+
+    def prose(self, length: int, rng: random.Random) -> list[int]:
+        return self.corpus.text_document(self.prose_texts, length, rng)
 
     def facts(self, length: int, rng: random.Random, far: bool) -> tuple[list[int], list[int]]:
         """Return ids and the positions of the digits. With `far`, they are more than 128 tokens apart."""
@@ -62,22 +87,33 @@ class Data:
         return [*made.input_ids, self.eos]
 
 
-def batches(steps: int, seed: int, tokens: int, digits_only: bool = False) -> Iterator[tuple[int, list[int], Any, Any]]:
-    """Yield (step, ratios, ids, which of them are digits): every fourth step has library texts, the others facts.
+def batches(steps: int, seed: int, tokens: int, kind: str = "weighted") -> Iterator[tuple[int, list[int], Any, Any]]:
+    """Yield (step, ratios, ids, which of them are digits).
 
-    With `digits_only`, as example_configs/beacon/quickstart.yaml: only facts, and all ratios from the start.
+    Args:
+        steps: of the whole training; the curriculum depends on it.
+        seed: of the documents.
+        tokens: of a step.
+        kind: "weighted": three steps of facts, one of library texts. "mixed", "mean": facts and library texts in turns.
+            "text", "prose": only these. "digits": only facts, with all ratios from the start, as in
+            example_configs/beacon/quickstart.yaml.
     """
     import torch
 
     data, rng = Data(judging=False), random.Random(seed)
+    curriculum = PLAIN_CURRICULUM if kind in ("text", "prose") else CURRICULUM
+    # Every n-th step has texts; with "digits", none.
+    every = {"weighted": 4, "mixed": 2, "mean": 2, "text": 1, "prose": 1}.get(kind, steps + 1)
+    draw = data.prose if kind == "prose" else data.text
     for step in range(steps):
-        _, ratios, lengths = next(part for part in CURRICULUM if step < part[0] * steps)
-        text = step % 4 == 3
-        if digits_only:
-            text, ratios, lengths = False, RATIOS, list(data.lengths)
-        length = max(lengths) if text else rng.choice(lengths)
+        _, ratios, lengths = next(part for part in curriculum if step < part[0] * steps)
+        text = step % every == every - 1
+        if kind == "digits":
+            ratios, lengths = RATIOS, list(data.lengths)
+        # A text is as long as the curriculum allows; with texts alone, lengths take turns.
+        length = rng.choice(lengths) if not text else max(lengths) if every > 1 else lengths[step % len(lengths)]
         rows = [
-            (data.text(length, rng), []) if text else data.facts(length, rng, far=False)
+            (draw(length, rng), []) if text else data.facts(length, rng, far=False)
             for _ in range(max(1, tokens // length))
         ]
         ids = torch.tensor([row for row, _ in rows])
@@ -92,16 +128,18 @@ def fit(
     steps: int,
     rate: float,
     losses: Callable[[], Iterator[tuple[Any, Any]]],
-    digits_only: bool = False,
+    kind: str = "weighted",
 ) -> list[float]:
-    """Train with AdamW and a falling learning rate; a step's loss is the digits' mean plus the mean of all others.
+    """Train with AdamW and a falling learning rate.
 
     Args:
         parameters: to train.
         steps: of the schedule.
         rate: the highest learning rate.
         losses: yields (loss of each token, which are digits) per step, each (rows, tokens).
-        digits_only: use the digits' mean only.
+        kind: "weighted": a step's loss is the digits' mean plus the mean of all others. "mixed", "digits": the mean
+            over all labelled tokens. In documents with facts, only the digits are labelled, as answers in instruction
+            data are; in texts, all tokens are. "mean", "text", "prose": the mean over all tokens.
 
     Returns:
         The digits' loss of each step that has digits.
@@ -112,10 +150,11 @@ def fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 10) * (1 - s / steps))
     seen: list[float] = []
     for step, (each, digits) in enumerate(losses()):
-        loss = each[~digits].mean()
+        loss = each.mean() if kind not in ("weighted", "digits") else each[~digits].mean()
         if bool(digits.any()):
-            seen.append(float(each[digits].detach().mean()))
-            loss = each[digits].mean() if digits_only else loss + each[digits].mean()
+            own = each[digits].mean()
+            seen.append(float(own.detach()))
+            loss = {"weighted": loss + own, "digits": own, "mixed": own}.get(kind, loss)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -137,9 +176,9 @@ def token_losses(logits: Any, ids: Any) -> Any:
 
 
 def beacons(
-    steps: int, seed: int, tokens: int = STEP_TOKENS, digits_only: bool = False, **changes: Any
+    steps: int, seed: int, tokens: int = STEP_TOKENS, kind: str = "weighted", **changes: Any
 ) -> tuple[Any, list[float]]:
-    """Train beacons over the frozen base; return the PEFT model and the digits' training losses."""
+    """Train beacons over the frozen base, see `batches`; return the PEFT model and the digits' training losses."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -150,12 +189,12 @@ def beacons(
     tuner = find_tuner(model)
 
     def losses() -> Iterator[tuple[Any, Any]]:
-        for step, ratios, ids, digits in batches(steps, seed, tokens, digits_only):
+        for step, ratios, ids, digits in batches(steps, seed, tokens, kind):
             set_ratio_step(model, step)
             tuner.active_config.ratios = ratios
             yield token_losses(model(ids).logits, ids), digits[:, 1:]
 
-    seen = fit([p for p in model.parameters() if p.requires_grad], steps, 3e-3, losses, digits_only)
+    seen = fit([p for p in model.parameters() if p.requires_grad], steps, 3e-3, losses, kind)
     tuner.active_config.ratios = list(RATIOS)
     return model.eval(), seen
 
@@ -195,9 +234,9 @@ def long_base(steps: int, seed: int, length: int, tokens: int = STEP_TOKENS) -> 
     return model.eval()
 
 
-def band(length: int, window: int) -> Any:
+def band(length: int, window: int, sinks: int = 0) -> Any:
     """Return the mask of a sliding window, (1, 1, length, length)."""
     import torch
 
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
-    return ((key <= query) & (key > query - window))[None, None]
+    return ((key <= query) & ((key > query - window) | (key < sinks)))[None, None]

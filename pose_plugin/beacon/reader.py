@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pose_plugin.beacon.cache import BeaconCache
+from pose_plugin.beacon.checks import check_input
 from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
 from pose_plugin.beacon.ratios import intervals
 from pose_plugin.beacon.rope import rotate
@@ -71,6 +72,8 @@ class Reader:
             cache.text = whole
             return result
         if cache.must_read_again(scheme):
+            if cache.text is not None and cache.text.dim() == 2:  # it may come from a file
+                check_input(cache.text, None, self.tuner.embedding.sentinel)
             self.keep = min(text.shape[1], self.keep or text.shape[1])
             text = self._whole(text)
             cache.clear_text()

@@ -187,13 +187,6 @@ def require_trainable(trainer: Any) -> None:
             "fsdp: Beacon reads its embedding and rotates keys outside the forwards of the layers, where FSDP keeps "
             "parameters divided. Use DDP, or DeepSpeed ZeRO-2 or ZeRO-3"
         )
-    asked = getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    if getattr(args, "gradient_checkpointing", False) and asked.get("use_reentrant"):
-        raise PoSEError(
-            "gradient_checkpointing_kwargs={'use_reentrant': True} gives every beacon parameter a zero gradient. Set "
-            "{'use_reentrant': False}. With PEFT, DeepSpeed ZeRO-3 and checkpointing, TRL sets it to True by itself: "
-            "use ZeRO-2, or no checkpointing"
-        )
 
 
 def _pad_on_the_right(trainer: Any) -> None:

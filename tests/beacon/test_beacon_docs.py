@@ -39,7 +39,9 @@ def blocks(language: str) -> list[str]:
 def tables(name: str) -> list[str]:
     made, result = [script(name).table], committed(name)
     if name == "beacon_learning":
-        made += [script(name).far_table, *([script(name).ablation_table] if result["ablation"] else [])]
+        module = script(name)
+        made += [module.text_table, module.offset_table, module.far_table]
+        made += [module.ablation_table] if result["ablation"] else []
     return [make(result) for make in made]
 
 
@@ -60,7 +62,21 @@ def test_a_quick_run_writes_the_committed_keys(name, tmp_path):
     assert script(name).table(result) in done.stdout
     assert (tmp_path / f"{name}.png").exists()
     if name == "beacon_learning":
-        assert all(each["short_inputs_identical"] for each in result["about"]["beacons"])
+        assert all(each["short_inputs_identical"] for each in result["about"]["mixed"])
+
+
+def test_the_pretrained_run_in_small(tmp_path):
+    """Training resumes from its checkpoint, and judging reads what it saved."""
+    for part in ("train", "train", "judge"):
+        command = [sys.executable, str(ROOT / "benchmarks" / "beacon_smollm2.py"), part, "--quick"]
+        done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "own memory against another text's" in done.stdout
+    assert json.loads((tmp_path / "judged.json").read_text()).keys() == {
+        "pieces",
+        "own memory",
+        "another text's memory",
+    }
 
 
 def test_the_reading_snippet(tmp_path, monkeypatch):

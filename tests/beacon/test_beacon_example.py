@@ -72,3 +72,19 @@ def test_rows_have_the_digits_for_labels(example, tokenizer, tmp_path, monkeypat
         assert kept and all(token == label for token, label in kept)
         assert len({token for token, _ in kept}) == 1
         assert len(row["attention_mask"]) == len(row["input_ids"]) == len(row["labels"])
+
+
+def test_the_published_recipe():
+    """Section 3.1 of arXiv 2401.03462, and the 400K of its title."""
+    yaml = pytest.importorskip("yaml")
+
+    from pose_plugin.beacon.ratios import BeaconWindow
+    from pose_plugin.frameworks.axolotl_beacon import beacon_config
+
+    values = yaml.safe_load((FOLDER / "llama2-7b-chat.yaml").read_text())
+    config = beacon_config(values["beacon"])
+    assert (config.window, config.interval, config.ratios) == (4096, 1024, [2, 4, 8, 16, 32, 64, 128])
+    assert (config.train_ratio, config.mask, config.layout, config.target_modules) == ("random", "stepwise", "v1", None)
+    assert BeaconWindow(config.window, config.interval).capacity(128) == 394240
+    names = ("sequence_len", "min_sample_len", "max_steps", "learning_rate", "lr_scheduler", "warmup_steps")
+    assert [values[name] for name in names] == [8192, 1024, 10000, 5e-5, "linear", 0]

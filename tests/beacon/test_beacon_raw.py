@@ -96,6 +96,16 @@ def test_embeddings_batches_and_cropping():
     assert (found - expected).abs().max() <= 1e-4
 
 
+@torch.no_grad()
+def test_ids_of_a_file_are_checked_before_they_are_read_again(tmp_path):
+    model = make_beacon(headroom=0, **WINDOW)
+    context = model.condense(make_ids(20))
+    context.text[0, 3] = 64  # a beacon inside the model
+    context.save(tmp_path / "c")
+    with pytest.raises(PoSEError, match="64 is not in the model's vocabulary"):
+        model(make_ids(20), context=BeaconCache.load(tmp_path / "c"))
+
+
 def test_training_always_condenses():
     model = make_beacon(train_ratio="adapt", **WINDOW).train()
     model(make_ids(20), labels=make_ids(20)).loss.backward()

@@ -277,9 +277,10 @@ def test_an_adapter_trained_otherwise_is_refused(home, whole):
 
 EXAMPLE = distributed.CONFIGS / "beacon" / "axolotl_beacon.yaml"
 QUICK = EXAMPLE.with_name("quickstart.yaml")
+PUBLISHED = EXAMPLE.with_name("llama2-7b-chat.yaml")
 
 
-@pytest.mark.parametrize("path", [EXAMPLE, QUICK], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [EXAMPLE, QUICK, PUBLISHED], ids=lambda path: path.stem)
 def test_an_example_fits_the_schema(home, path):
     """As it is, the first for a machine with a GPU; only the base model is a local one."""
     given = yaml.safe_load(path.read_text())
