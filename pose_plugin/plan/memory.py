@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pose_plugin.rope.live import skeleton
 from pose_plugin.rope.read import as_config
 from pose_plugin.utils.errors import PoSEError
 
@@ -132,7 +133,7 @@ def architecture(config: Any) -> Architecture:
         known = not isinstance(config, Mapping)
         config = config if known else as_config({**config, "model_type": "llama"})
         text = config.get_text_config()
-        model = _build(config, text)
+        model = skeleton(config)
     except Exception as error:  # transformers raises a different type for each kind of wrong value
         reason = " ".join(str(error).split())[:300]
         raise PoSEError(
@@ -155,7 +156,9 @@ def architecture(config: Any) -> Architecture:
     total = sum(parameter.numel() for parameter in model.parameters())
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(p): p.numel() for module in (embeddings, head) for p in module.parameters()}  # a tied weight once
-    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    # Experts are kept as one tensor; the convolutions of linear-attention layers have three dimensions too.
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3 and id(p) not in convolutions)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Architecture(
         total=total,
@@ -184,21 +187,6 @@ def _intermediate(text: Any, mixture: bool) -> int:
     if not mixture:
         return int(width)
     return int(getattr(text, "moe_intermediate_size", None) or width) * int(text.num_experts_per_tok)
-
-
-def _build(config: Any, text: Any) -> Any:
-    """Return the model on the meta device, where tensors have a shape and no memory."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(text)
-        except ValueError:
-            # Some text configs cannot be built alone, e.g. qwen2_5_vl_text; the whole model can.
-            if config is text:
-                raise
-            return AutoModelForImageTextToText.from_config(config)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         merge_overrides,
         rope_overrides,
     )
+    from pose_plugin.rope.findings import base_findings
     from pose_plugin.rope.kinds import inverse_frequencies, ntk_base
     from pose_plugin.rope.plan import RopePlan, plan_rope, rope_findings
     from pose_plugin.rope.theory import retrieval_base
@@ -25,6 +26,7 @@ _HOME = {
     "RopePlan": "plan",
     "RopeReport": "verify",
     "apply_plan": "apply",
+    "base_findings": "findings",
     "extend_context": "apply",
     "inverse_frequencies": "kinds",
     "legacy_copies": "apply",
@@ -42,6 +44,7 @@ __all__ = [
     "RopePlan",
     "RopeReport",
     "apply_plan",
+    "base_findings",
     "extend_context",
     "inverse_frequencies",
     "legacy_copies",

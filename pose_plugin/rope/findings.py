@@ -13,7 +13,7 @@ import numpy as np
 
 from pose_plugin.rope.kinds import SHAPES, Frequencies
 from pose_plugin.rope.reach import LayerKind
-from pose_plugin.rope.source import RopeSource
+from pose_plugin.rope.source import RopeSource, read_rope
 from pose_plugin.utils.findings import Finding
 
 # Keys that say how a published config is to be read, known to transformers or to single families.
@@ -32,6 +32,17 @@ def describe(parameters: Mapping[str, Any], maximum: int) -> str:
     if parameters.get("original_max_position_embeddings"):
         parts.append(f"from {parameters['original_max_position_embeddings']}")
     return f"{', '.join(parts)}; window {maximum}"
+
+
+def base_findings(config: Any, target: int, tokenizer_limit: int | None = None) -> list[Finding]:
+    """Return what follows from a base alone for a run up to `target` tokens, however its frequencies are stretched.
+
+    Args:
+        config: a transformers config or the dict of a config.json, extended or not.
+        target: L_t, tokens.
+        tokenizer_limit: the tokenizer's model_max_length, if known.
+    """
+    return [*about_base(read_rope(config), target), *about_tokenizer(tokenizer_limit, target)]
 
 
 def about_base(source: RopeSource, target: int) -> Iterator[Finding]:

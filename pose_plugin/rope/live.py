@@ -7,6 +7,7 @@ then built once more with real numbers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -57,19 +58,25 @@ def skeleton(config: Any) -> Any:
 
     Args:
         config: a transformers config. Of a multimodal one only the text model is built, if it can be built alone.
+
+    Raises:
+        ValueError: transformers has no class for it.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     text = text_config(config)
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(text)
-        except ValueError:
-            # Some text configs cannot be built alone, e.g. qwen2_5_vl_text; the whole model can.
-            if config is text:
-                raise
-            return AutoModelForImageTextToText.from_config(config)
+    # Some text configs cannot be built alone, e.g. qwen2_5_vl_text; the whole model can.
+    for classes, part in ((MODEL_FOR_CAUSAL_LM_MAPPING, text), (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)):
+        if type(part) in classes:
+            build: Any = classes[type(part)]
+            # Not by from_config, which divides the weights over all ranks while DeepSpeed ZeRO-3 is set up.
+            with torch.device("meta"):
+                return build(copy.deepcopy(part))
+    raise ValueError(f"transformers has no causal language model for {type(text).__name__}")
 
 
 def builds_text_alone(config: Any) -> bool:

@@ -15,7 +15,7 @@ from pose_plugin.checkpoints.record import model_facts, run_facts
 from pose_plugin.checkpoints.saved import NO_LIMIT
 from pose_plugin.collator import Packing, PositionCollator
 from pose_plugin.positions import make_sampler, sketch
-from pose_plugin.rope import restore_rope, verify_rope
+from pose_plugin.rope import base_findings, restore_rope, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
     is_unsloth,
@@ -40,6 +40,7 @@ from pose_plugin.training.saving import (
 )
 from pose_plugin.utils.distributed import together
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log
 
 
@@ -99,14 +100,15 @@ class PoSECallback(TrainerCallback):
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         with together():
             self._check(model)
-            report = look_at_rows(self.trainer.train_dataset, self.collator)
+            rows = look_at_rows(self.trainer.train_dataset, self.collator)
         tokenizer = self.trainer.processing_class
         limit = getattr(tokenizer, "model_max_length", settings.target_length)
         if limit < settings.target_length or limit >= NO_LIMIT:
             tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
         if state.is_world_process_zero:
-            for warning in report.warnings(settings) if report is not None else ():
+            for warning in rows.warnings(settings) if rows is not None else ():
                 log.warning(warning)
+            report(base_findings(model.config, settings.target_length), "rope: ", least="warning")
             self._describe()
         if settings.self_test and make_sampler(settings).skips:
             self._self_test(args)
@@ -140,12 +142,12 @@ class PoSECallback(TrainerCallback):
     def _self_test(self, args: Any) -> None:
         rows = 2 if args.per_device_train_batch_size > 1 else 1
         try:
-            report = self_test(self.trainer.model_wrapped, self.collator, pack=self.pack, rows=rows)
+            passed = self_test(self.trainer.model_wrapped, self.collator, pack=self.pack, rows=rows)
         except PoSEError:
             self.boundaries.undo()
             raise
         if self.trainer.is_world_process_zero():
-            log.info("self-test passed: %s", report)
+            log.info("self-test passed: %s", passed)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.set_epoch(self._next_epoch)

@@ -39,6 +39,17 @@ class Base:
     template: str = ""
     begins: bool = True
 
+    @property
+    def text(self) -> dict[str, Any]:
+        """The part of the config that describes the decoder."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def theta(self) -> float:
+        return float(
+            self.text["rope_theta"] if "rope_theta" in self.text else self.text["rope_parameters"]["rope_theta"]
+        )
+
 
 _ROUND = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _CHATML = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|endoftext|>"]}
@@ -68,12 +79,29 @@ def _size(vocabulary: int, width: int, inner: int, layers: int) -> dict[str, int
     return {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
 
 
+_QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 256, "full_attention_interval": 4, "dtype": "bfloat16"}
+_QWEN35 |= {"num_attention_heads": 24, "num_key_value_heads": 4, "max_position_embeddings": 262144}
+_QWEN35 |= {"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 48}
+_QWEN35 |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, **_size(248320, 5120, 17408, 64)}
+_QWEN35["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+_QWEN35["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+# What a tiny one has, in addition to what all have.
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+_LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
 # Sizes, windows and RoPE bases are held against copies of the published config.json files:
 # - all of them: Lightning-AI/litgpt, litgpt/config.py at 26857050, which names each file (TinyLlama by the 1.1B of the
 #   same architecture, SmolLM2 by its family, Qwen2.5-7B with the 131,072 of the base, not of Instruct);
 # - Llama-3-8B-Instruct (eos 128009, <|eot_id|>): kevinstephano/thunder_model_blocks,
 #   thunder_model_blocks/llama/llama_3_8B_Instruct_config.py;
 # - Qwen2.5-7B-Instruct (32,768 positions): Lightning-AI/lightning-thunder, thunder/benchmarks/targets.py;
+# - Qwen3.5-27B: ai-dynamo/aiconfigurator, model_configs/Qwen--Qwen3.5-27B_config.json;
 # - Qwen3-8B: sanjithudupa/compute-aware-arch-search, Qwen3-8B/config.json;
 # - SmolLM2-1.7B-Instruct: copies agree on bos 1, eos 2 and pad 2, which are <|im_start|>, <|im_end|> and <|im_end|>;
 #   its template and system prompt: huggingface/nanoVLM, data/collators.py.
@@ -101,6 +129,17 @@ BASES: dict[str, Base] = {
         _CHATML | {"pad_token": "<|endoftext|>", "additional_special_tokens": _THINKING},
         shrink=64,
     ),
+    "Qwen/Qwen3.5-27B": Base(
+        {
+            "model_type": "qwen3_5",
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "text_config": _QWEN35,
+            "vision_config": {"model_type": "qwen3_5_vision"},
+            "tie_word_embeddings": False,
+        },
+        _CHATML | {"pad_token": "<|endoftext|>", "additional_special_tokens": _THINKING},
+        shrink=256,
+    ),
     "TinyLlama/TinyLlama_v1.1": Base(
         _config("llama", 2048, 10000.0, 32, 4, **_size(32000, 2048, 5632, 22), dtype=None), _ROUND, shrink=32
     ),
@@ -126,21 +165,25 @@ def write_config(folder: Path, name: str) -> Path:
 def write_tiny(folder: Path, name: str) -> Path:
     """The same kind of model with two small layers, random weights, and its window divided like all lengths."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     base = BASES[name]
     tokenizer = _tokenizer(base)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"vocab_size": len(tokenizer), "dtype": "float32"}
     small |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    grouped = base.config["num_key_value_heads"] < base.config["num_attention_heads"]
+    grouped = base.text["num_key_value_heads"] < base.text["num_attention_heads"]
     small["num_key_value_heads"] = 1 if grouped else 2
-    if "head_dim" in base.config:
+    if "head_dim" in base.text:
         small["head_dim"] = 16
-    small["max_position_embeddings"] = base.config["max_position_embeddings"] // base.shrink
-    values = {**base.config, **small}
+    small["max_position_embeddings"] = base.text["max_position_embeddings"] // base.shrink
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    if base.text is base.config:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config | small))
+    else:
+        # As published: the checkpoint has the whole model, with images.
+        values = base.config | {"text_config": base.text | small | _LINEAR, "vision_config": _VISION}
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**values, dtype="float32"))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -176,7 +219,7 @@ def _tokenizer(base: Base) -> Any:
     if base.begins and "bos_token" in given:
         bos = given["bos_token"]
         inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, special.index(bos))])
-    window = base.config["max_position_embeddings"]
+    window = base.text["max_position_embeddings"]
     made = PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=window, **given)
     made.chat_template = base.template or None
     return made

@@ -89,3 +89,12 @@ def test_what_cannot_be_counted_is_named():
 def test_an_unknown_model_type_counts_as_a_llama():
     counted = architecture({**LLAMA3_8B, "model_type": "unheard"})
     assert not counted.known and counted.total == architecture(LLAMA3_8B).total
+
+
+def test_convolutions_of_linear_attention_are_no_experts():
+    from transformers import CONFIG_MAPPING
+
+    from tests.test_families import QWEN35
+
+    found = architecture(CONFIG_MAPPING["qwen3_5"](text_config=dict(QWEN35)))
+    assert (found.experts, found.intermediate) == (0, QWEN35["intermediate_size"])

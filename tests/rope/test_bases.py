@@ -13,6 +13,7 @@ from pose_plugin.rope import extend_context, plan_rope, rope_findings, verify_ro
 from pose_plugin.rope.live import live_rope
 from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.log import log
 from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build, logits, words
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
@@ -247,11 +248,11 @@ def test_a_base_that_frequencies_cannot_change_is_refused_with_the_reason(reason
 # --- one list through every door ---------------------------------------------------------------------
 
 
-def test_extend_context_reports_what_the_list_holds(caplog):
+def test_extend_context_reports_what_the_list_holds(caplog, monkeypatch):
     """rope: {} is yarn, which replaces the scaling of Llama 3.2."""
     base = BASES["llama 3.2"]()
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, logger="pose_plugin"):
-        logging.getLogger("pose_plugin").propagate = True
         extend_context(base, 262144)
     found = rope_findings(base, 262144)
     assert "replaces the model's own scaling (llama3" in found[0].happens and found[0].severity == "warning"
