@@ -160,20 +160,6 @@ def warning_of_tied_embeddings(model: Any) -> str | None:
     return None
 
 
-def warning_of_tied_embeddings(model: Any) -> str | None:
-    """Return a sentence for the log if an adapter trains one of two tied embeddings apart from the other, else None."""
-    for adapter in (getattr(model, "peft_config", None) or {}).values():
-        trained = trains_embeddings_apart(vars(adapter))
-        if trained and lookup(text_config(model.config), "tie_word_embeddings"):
-            return (
-                f"modules_to_save trains {', '.join(trained)}, which this base ties to its other embedding "
-                "(tie_word_embeddings=true); only one of them is trained. Merge with merge_method: legacy (Axolotl) or "
-                "load_extended(adapter).merge_and_unload(): Axolotl's default method ties them again. PEFT's "
-                "ensure_weight_tying=True trains both as one"
-            )
-    return None
-
-
 def _norms(model: Any) -> dict[str, Any]:
     """Norm layers with weights, by path. All families name them so: LlamaRMSNorm, LayerNorm, Gemma3RMSNorm, …"""
     return {
