@@ -1,6 +1,6 @@
 """The settings of the Axolotl `pose:` block, of `PoSECollator` and of the command line.
 
-Symbols of the whole package, in tokens: `L_c` is the trained window (`train_length`), `L_t` the wanted window
+Symbols of the whole package, in tokens: `L_c` is the trained window (`train_length`), `L_t` the target window
 (`target_length`), `L_0` the window that the base model was pretrained with (`original_length`).
 """
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--plan", action="store_true", help="only show how long it would take and how much memory")
     add("--fresh", action="store_true", help="measure again what --output holds already")
     add("--train-length", help="the trained window, to mark it; default: as recorded")
-    add("--target-length", help="the wanted window, to mark it; default: as recorded")
+    add("--target-length", help="the target window, to mark it; default: as recorded")
     add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
     add("--device", help="cuda, cpu, …; default: the accelerator if there is one")
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")
@@ -277,7 +277,7 @@ def _name_by_folders(sources: list[Source]) -> None:
 
 
 def _windows(asked: _Asked, sources: list[Source]) -> tuple[int | None, int | None]:
-    """The trained and the wanted window: as asked, as recorded at training, or as the first model has it."""
+    """The trained and the target window: as asked, as recorded at training, or as the first model has it."""
     trained = [asked.train_length, *(s.record.get("train_length") for s in sources), sources[0].maximum]
     wanted = [asked.target_length, *(s.record.get("target_length") for s in sources)]
     return next(filter(None, trained), None), next(filter(None, wanted), None)

@@ -236,7 +236,7 @@ class Report:
     Attributes:
         models: in the order of the rows; usually base, RoPE-only, trained.
         train_length: L_c, the trained window in tokens, if known.
-        target_length: L_t, the wanted window in tokens, if known.
+        target_length: L_t, the target window in tokens, if known.
     """
 
     models: list[ModelResult]

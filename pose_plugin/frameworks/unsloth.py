@@ -28,7 +28,7 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
     Args:
         base: a local folder, or a name on the Hugging Face hub.
         folder: where to write; the weights are linked if the file system allows it, else copied.
-        target_length: L_t, the wanted window in tokens.
+        target_length: L_t, the target window in tokens.
         rope, settings: as for `extend_context`.
 
     Returns:

@@ -36,7 +36,7 @@ def text(plan: Plan) -> str:
     elif plan.target is None:
         parts.append(f"Window     {plan.window} tokens; nothing is extended")
     else:
-        parts.append(f"Window     trained: {plan.window} tokens, wanted: {plan.target} ({_sampler(plan)})")
+        parts.append(f"Window     trained: {plan.window} tokens, target: {plan.target} ({_sampler(plan)})")
     if plan.rope is not None:
         parts.append(f"RoPE       before: {plan.rope.before}\n           after:  {plan.rope.after}")
         facts = [str(each) for each in plan.rope.findings if each.severity == "info"]

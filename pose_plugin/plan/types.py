@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def target(self) -> int | None:
-        """Return the wanted window, or None if nothing is extended."""
+        """Return the target window, or None if nothing is extended."""
         return self.inputs.settings.target_length if self.inputs.settings else None
 
     @property

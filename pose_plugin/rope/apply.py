@@ -35,7 +35,7 @@ def extend_context(
 
     Args:
         config: a transformers config, or the dict of a config.json (then a dict comes back). Not modified.
-        target_length: L_t, the wanted window in tokens.
+        target_length: L_t, the target window in tokens.
         rope: a kind's name, the settings as a dict, or RopeSettings.
         rope_settings: more settings, e.g. `rope="base", theta=2e8`.
 

@@ -55,7 +55,7 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
 
     Args:
         config: a transformers config or the dict of a config.json; not modified.
-        target_length: L_t, the wanted window in tokens.
+        target_length: L_t, the target window in tokens.
         rope: a kind's name, the settings as a dict (`{"type": "base", "theta": 2e8}`) or RopeSettings.
 
     Raises:

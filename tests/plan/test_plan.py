@@ -259,7 +259,7 @@ def test_command_prints_and_draws(base, tmp_path, capsys):
     line = ["plan", str(config), "--gpus", "8", "--gpu-memory", "80", "--draws", "100"]
     assert main([*line, "--output", str(tmp_path / "new" / "plan.png")]) == 0
     out = capsys.readouterr().out
-    for piece in ("trained: 8192 tokens, wanted: 32768", "theta 500000", "1000 steps, 64,000 rows", "Estimated",
+    for piece in ("trained: 8192 tokens, target: 32768", "theta 500000", "1000 steps, 64,000 rows", "Estimated",
                   "of 80 GiB", "24576–32767", "Written:"):  # fmt: skip
         assert piece in out
     assert (tmp_path / "new" / "plan.png").read_bytes()[:4] == b"\x89PNG"
