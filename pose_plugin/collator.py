@@ -23,6 +23,7 @@ import torch
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.positions import Window, draw_windows, make_sampler, plain_window
 from pose_plugin.positions.samplers import BorderFinder
+from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 
 Feature = Mapping[str, Any]
@@ -61,6 +62,7 @@ class PositionCollator:
         training: False gives plain positions and whole documents, as evaluation needs them.
         one_row: True puts the packed rows of a batch one after the other into a single row, as FlashAttention needs it.
         packs: whether the trainer is set up for packed rows; None if no trainer is bound.
+        target_from_model: True until `settle_target` has set a target that the settings leave to the model.
 
     Example:
         >>> pad = DataCollatorForSeq2Seq(tokenizer)
@@ -101,6 +103,7 @@ class PositionCollator:
         self.training = True
         self.one_row = False
         self.packs: bool | None = None
+        self.target_from_model = False
         self._sampler = make_sampler(self.settings)
         self._find: BorderFinder | None = None
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
@@ -117,6 +120,29 @@ class PositionCollator:
     def set_epoch(self, epoch: int) -> None:
         """Draw new positions from now on, those of `epoch`; also reaches dataloader workers that already run."""
         self._epoch.fill_(epoch)
+
+    def settle_target(self, config: Any) -> None:
+        """Take the target from the config of the model that will be trained, or compare it with that of the settings.
+
+        Raises:
+            PoSEError: they differ, or neither names a target.
+        """
+        built = (lookup(text_config(config), RECORD_KEY) or {}).get("target_length")
+        if self.target_from_model:
+            if built is None:
+                raise PoSEError(
+                    "PoSECollator has no target_length, and the model's config names none, as it is not from "
+                    "extend_context. Write PoSECollator(tokenizer, target_length=32768)"
+                )
+            given = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
+            self.settings = parse_settings(given | {"target_length": built}, where="PoSECollator")
+            self.target_from_model = False
+        elif built not in (None, self.settings.target_length):
+            raise PoSEError(
+                f"target_length={self.settings.target_length} of the collator, but the model was built by "
+                f"extend_context(config, target_length={built}). Positions and frequencies must reach equally far: "
+                "give both the same number, or leave it out of PoSECollator, which then takes the model's"
+            )
 
     @property
     def tokenizer(self) -> Any:
@@ -171,6 +197,11 @@ class PositionCollator:
     def _assemble(
         self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: Any, kwargs: Any
     ) -> dict[str, Any]:
+        if self.training and self.target_from_model:
+            raise PoSEError(
+                "PoSECollator has no target_length yet: give it, or train with a Trainer whose model is from "
+                "extend_context"
+            )
         rows, packing = _rows_of(features)
         for row in rows:
             for document in row:

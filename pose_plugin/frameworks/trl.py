@@ -12,7 +12,9 @@ from pose_plugin.collator import Collate, Packing, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
+from pose_plugin.training.checks import check_row_length
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import LONGEST
 
 
 class PoSECollator(PositionCollator):
@@ -27,7 +29,8 @@ class PoSECollator(PositionCollator):
     Args:
         tokenizer: pads the rows; needs a pad token. Optional if `collate` is given.
         collate: a collator to wrap (TRL's, Hugging Face's, your own); default pads `input_ids`, `labels` and masks.
-        settings: the fields of `PoSESettings`; `target_length` is required.
+        settings: the fields of `PoSESettings`. Without `target_length` it is that of the model's config, as
+            `extend_context` has set it; a trainer passes it.
 
     Raises:
         PoSEError: a setting that cannot work, or neither tokenizer nor collator.
@@ -54,8 +57,11 @@ class PoSECollator(PositionCollator):
         # What is wrapped unless TRL needs its own collator.
         self._own = collate
         side = getattr(tokenizer or getattr(collate, "tokenizer", None), "padding_side", "right")
-        given = checked(parse_settings(settings, where="PoSECollator"), where="PoSECollator")
+        # The largest target, until the model's is known: no other setting can be too large for it.
+        whole = {"target_length": LONGEST, **settings}
+        given = checked(parse_settings(whole, where="PoSECollator"), where="PoSECollator")
         super().__init__(collate, given, padding_side=side)
+        self.target_from_model = "target_length" not in settings
         wrap_while_alive(self, _wrappers())
 
     @property
@@ -108,11 +114,16 @@ def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> Non
     given = inspect.signature(SFTTrainer.__init__).bind(trainer, *args, **kwargs)
     collator = given.arguments.get("data_collator")
     config = given.arguments.get("args")
+    if isinstance(collator, PoSECollator) and config is not None:
+        # Before the trainer tokenises the data, which may take hours.
+        check_row_length(config, collator.settings)
     if not isinstance(collator, PoSECollator) or not _padding_free(config):
         if isinstance(collator, PoSECollator):
             # An earlier trainer may have had it wrap TRL's.
             collator.collate = collator._own
         construct(trainer, *args, **kwargs)
+        if isinstance(collator, PoSECollator) and config is None:
+            check_row_length(trainer.args, collator.settings)
         return
     if not isinstance(collator._own, _PadLabels):
         raise PoSEError(
