@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 from typing import Any
 
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
+import numpy as np
+import torch
+from transformers import DataCollatorWithFlattening, Trainer
 
-from pose_plugin.collator import Collate, Packing, PositionCollator
+from pose_plugin.collator import IGNORED_LABEL, Collate, Packing, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
@@ -71,19 +73,34 @@ class PoSECollator(PositionCollator):
 
 
 class _PadLabels:
-    """Pads `input_ids`, masks and `labels`. In rows without labels every token is in the loss."""
+    """Pads `input_ids`, `labels` and `token_type_ids`. In rows without labels every token is in the loss."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._pad = DataCollatorForSeq2Seq(tokenizer)
 
-    def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        rows = []
-        for feature in features:
-            row = {key: feature[key] for key in ("input_ids", "labels", "token_type_ids") if key in feature}
-            row.setdefault("labels", list(row["input_ids"]))
-            rows.append(row)
-        return self._pad(rows, *args, **kwargs)
+    def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        # Through numpy, which reads a list six times as fast as torch.
+        columns = {
+            "input_ids": (
+                [np.asarray(feature["input_ids"], np.int64) for feature in features],
+                self.tokenizer.pad_token_id,
+            ),
+            "labels": (
+                [np.asarray(feature.get("labels", feature["input_ids"]), np.int64) for feature in features],
+                IGNORED_LABEL,
+            ),
+        }
+        if "token_type_ids" in features[0]:
+            columns["token_type_ids"] = [np.asarray(feature["token_type_ids"], np.int64) for feature in features], 0
+        return {key: self._stacked(rows, filler) for key, (rows, filler) in columns.items()}
+
+    def _stacked(self, rows: list[np.ndarray], filler: int) -> torch.Tensor:
+        width = max(map(len, rows))
+        stacked = np.full((len(rows), width), filler, dtype=np.int64)
+        for line, row in zip(stacked, rows, strict=True):
+            begin = width - len(row) if self.tokenizer.padding_side == "left" else 0
+            line[begin : begin + len(row)] = row
+        return torch.from_numpy(stacked)
 
 
 def _wrappers() -> dict[tuple[type, str], Around]:
