@@ -23,6 +23,7 @@ import torch
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.positions import Window, draw_windows, make_sampler, plain_window
 from pose_plugin.positions.samplers import BorderFinder
+from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 
 Feature = Mapping[str, Any]
@@ -61,6 +62,7 @@ class PositionCollator:
         training: False gives plain positions and whole documents, as evaluation needs them.
         one_row: True puts the packed rows of a batch one after the other into a single row, as FlashAttention needs it.
         packs: whether the trainer is set up for packed rows; None if no trainer is bound.
+        target_from_model: True until `settle_target` has set a target that the settings leave to the model.
 
     Example:
         >>> pad = DataCollatorForSeq2Seq(tokenizer)
@@ -101,6 +103,7 @@ class PositionCollator:
         self.training = True
         self.one_row = False
         self.packs: bool | None = None
+        self.target_from_model = False
         self._sampler = make_sampler(self.settings)
         self._find: BorderFinder | None = None
         # In shared memory, so that dataloader workers that outlive an epoch see the next one.
@@ -117,6 +120,29 @@ class PositionCollator:
     def set_epoch(self, epoch: int) -> None:
         """Draw new positions from now on, those of `epoch`; also reaches dataloader workers that already run."""
         self._epoch.fill_(epoch)
+
+    def settle_target(self, config: Any) -> None:
+        """Take the target from the config of the model that will be trained, or compare it with that of the settings.
+
+        Raises:
+            PoSEError: they differ, or neither names a target.
+        """
+        built = (lookup(text_config(config), RECORD_KEY) or {}).get("target_length")
+        if self.target_from_model:
+            if built is None:
+                raise PoSEError(
+                    "PoSECollator has no target_length, and the model's config names none, as it is not from "
+                    "extend_context. Write PoSECollator(tokenizer, target_length=32768)"
+                )
+            given = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
+            self.settings = parse_settings(given | {"target_length": built}, where="PoSECollator")
+            self.target_from_model = False
+        elif built not in (None, self.settings.target_length):
+            raise PoSEError(
+                f"target_length={self.settings.target_length} of the collator, but the model was built by "
+                f"extend_context(config, target_length={built}). Positions and frequencies must reach equally far: "
+                "give both the same number, or leave it out of PoSECollator, which then takes the model's"
+            )
 
     @property
     def tokenizer(self) -> Any:
@@ -171,12 +197,13 @@ class PositionCollator:
     def _assemble(
         self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: Any, kwargs: Any
     ) -> dict[str, Any]:
+        if self.training and self.target_from_model:
+            raise PoSEError(
+                "PoSECollator has no target_length yet: give it, or train with a Trainer whose model is from "
+                "extend_context"
+            )
         rows, packing = _rows_of(features)
-        for row in rows:
-            for document in row:
-                _require_equal_lengths(document)
-                _require_one_document(document)
-        rows = [[_unpadded(document) for document in row] for row in rows]
+        rows = [[_one_document(document) for document in row] for row in rows]
         windows = iter(draw([document for row in rows for document in row]))
         of_rows = [[next(windows) for _ in row] for row in rows]
         inner: list[Any] = [
@@ -387,13 +414,37 @@ def _one_row(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, **alike}
 
 
-def _unpadded(feature: Feature) -> Feature:
-    """Remove the padding of a row that was padded when it was tokenised; it would be trained as text."""
-    mask = feature.get("attention_mask")
-    if mask is None or not _per_token(mask, len(feature.get("input_ids", ()))):
-        return feature
-    used = np.flatnonzero(np.asarray(mask))
-    size = len(feature["input_ids"])
+def _one_document(feature: Feature) -> Feature:
+    """Return a document without the padding that it got when it was tokenised, which would be trained as text.
+
+    Raises:
+        PoSEError: columns of different lengths, several documents (a numbered mask or restarting position_ids), or
+            tokens that the mask hides in the middle.
+    """
+    size = len(feature.get("input_ids", ()))
+    for name in _PER_TOKEN:
+        if name in feature and not _per_token(feature[name], size):
+            raise PoSEError(
+                f"one sample has {size} input_ids and {np.size(feature[name])} {name}; give one per token (labels: "
+                f"{IGNORED_LABEL} for no loss), or remove the column"
+            )
+    mask, positions = feature.get("attention_mask"), feature.get("position_ids")
+    # Counting is the fastest way to read a list of ones.
+    if isinstance(mask, list) and mask.count(1) == size:
+        mask = None
+    hidden = np.zeros(size, dtype=bool) if mask is None else np.asarray(mask) == 0
+    found = (
+        f"an attention_mask that numbers {np.max(mask)} documents" if mask is not None and np.max(mask) > 1 else None
+    )
+    if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[~hidden]) < 1).any()):
+        found = "position_ids that restart in the middle"
+    if found:
+        raise PoSEError(
+            f"a sample of {size} tokens has {found}: packed documents would be trained as one. Give "
+            "single documents and let the trainer pack, or name their lengths in a column seq_lengths; if the sample "
+            "is one document, remove the column"
+        )
+    used = np.flatnonzero(~hidden) if mask is not None else hidden
     if used.size in (0, size):
         return feature
     begin, end = int(used[0]), int(used[-1]) + 1
@@ -405,32 +456,6 @@ def _unpadded(feature: Feature) -> Feature:
     return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
 
 
-def _require_equal_lengths(feature: Feature) -> None:
-    size = len(feature.get("input_ids", ()))
-    for name in _PER_TOKEN:
-        if name in feature and not _per_token(feature[name], size):
-            raise PoSEError(
-                f"one sample has {size} input_ids and {np.size(feature[name])} {name}; give one per token (labels: "
-                f"{IGNORED_LABEL} for no loss), or remove the column"
-            )
-
-
-def _require_one_document(feature: Feature) -> None:
-    """Reject rows that already hold several documents, as restarting position_ids or a numbered mask show."""
-    size = len(feature.get("input_ids", ()))
-    mask, positions = feature.get("attention_mask"), feature.get("position_ids")
-    used = np.asarray(mask) if _per_token(mask, size) else np.ones(size, dtype=np.int64)
-    found = f"an attention_mask that numbers {used.max()} documents" if used.size and used.max() > 1 else None
-    if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[used != 0]) < 1).any()):
-        found = "position_ids that restart in the middle"
-    if found:
-        raise PoSEError(
-            f"a sample of {size} tokens has {found}: packed documents would be trained as one. Give "
-            "single documents and let the trainer pack, or name their lengths in a column seq_lengths; if the sample "
-            "is one document, remove the column"
-        )
-
-
 def _per_token(value: Any, size: int) -> bool:
     return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
 
@@ -438,7 +463,7 @@ def _per_token(value: Any, size: int) -> bool:
 def documents_of(row: Feature) -> list[Feature]:
     """Return the documents of one row of a data set, as a training batch takes them."""
     rows, _ = _rows_of([row])
-    return [_unpadded(feature) for feature in rows[0]]
+    return [_one_document(feature) for feature in rows[0]]
 
 
 def supervised(feature: Feature) -> np.ndarray | None:
@@ -462,7 +487,8 @@ def _tokens(feature: Feature) -> np.ndarray:
             f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
             "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"
         )
-    tokens = np.asarray(feature["input_ids"])
+    # With the type given, numpy reads a list in two thirds of the time.
+    tokens = np.asarray(feature["input_ids"], dtype=np.int64)
     if tokens.ndim != 1 or tokens.size == 0:
         raise PoSEError(f"input_ids of one feature have shape {tokens.shape}; a non-empty 1-D list is needed")
     return tokens

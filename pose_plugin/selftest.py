@@ -155,6 +155,7 @@ def self_test(
     Raises:
         SelfTestError: with what was measured and what to set.
     """
+    collator.settle_target(unwrap(model).config)
     run = forward or (lambda batch: model(**batch).logits)
     packing = Packing(pack) if pack is not None else None
     layers = _Layers(model)

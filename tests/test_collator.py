@@ -494,8 +494,8 @@ def test_a_collator_needs_something_to_pad_with():
 
 
 def test_settings_of_a_collator_are_checked_when_it_is_made():
-    with pytest.raises(PoSEError, match=r"PoSECollator\.target_length is missing"):
-        PoSECollator(make_tokenizer())
+    with pytest.raises(PoSEError, match=r"PoSECollator\.chunks=0"):
+        PoSECollator(make_tokenizer(), chunks=0)
 
 
 # --- side effects ----------------------------------------------------------------------------------------

@@ -122,8 +122,12 @@ def bind(trainer: Any, collator: PositionCollator, pack: Packing | None = None) 
 
     Returns:
         the callback that was added to the trainer.
+
+    Raises:
+        PoSEError: the collator's target is not that of the model, or an `evaluate:` block cannot work.
     """
     show_log()
+    collator.settle_target(trainer.model.config)
     add_mixin(trainer)
     keep_small_steps(trainer)
     collator.packs = pack is not None

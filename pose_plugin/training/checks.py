@@ -79,6 +79,35 @@ def require_window(config: Any, target_length: int) -> None:
         )
 
 
+def check_row_length(args: Any, settings: PoSESettings) -> None:
+    """Compare the length to which TRL cuts rows with the trained window; log if text would be dropped.
+
+    Args:
+        args: TRL's SFTConfig.
+        settings: of the collator.
+
+    Raises:
+        PoSEError: no row can be as long as the window.
+    """
+    longest, window = getattr(args, "max_length", None), settings.train_length
+    prepared = (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if longest is None or window is None or prepared:
+        return
+    if longest < window:
+        raise PoSEError(
+            f"SFTConfig.max_length={longest} cuts rows below train_length={window}, so no row would be as long as the "
+            f"trained window. Set max_length={window}, or train_length={longest}"
+        )
+    if longest > window and settings.content == "contiguous":
+        log.warning(
+            "rows have up to SFTConfig.max_length=%d tokens, but content=contiguous reads the first train_length=%d of "
+            "each document and drops the rest. Set max_length=%d, or content: window, which reads a part from anywhere",
+            longest,
+            window,
+            window,
+        )
+
+
 def require_same_rope(config: Any, settings: PoSESettings) -> None:
     """Check a `rope` that the settings name against the one that the model was built with.
 

@@ -105,6 +105,31 @@ def collator():
     return PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32)
 
 
+@pytest.mark.parametrize("target", [TARGET // 2, TARGET * 2])
+def test_a_collator_with_another_target_than_the_model_is_refused(tmp_path, target):
+    collator = PoSECollator(make_tokenizer(), target_length=target, train_length=32)
+    with pytest.raises(PoSEError, match=rf"target_length={target} of the collator.*target_length={TARGET}\)"):
+        trainer_of(tmp_path, collator=collator)
+
+
+def test_a_collator_without_a_target_takes_the_model_s(tmp_path):
+    collator = PoSECollator(make_tokenizer(), train_length=32, seed=3, evaluate={"every": 5})
+    with pytest.raises(PoSEError, match="no target_length yet"):
+        collator([{"input_ids": [3, 4]}])
+    trainer = trainer_of(tmp_path, collator=collator)
+    given = PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32, seed=3, evaluate={"every": 5})
+    assert trainer.data_collator.settings == given.settings
+    row = {"input_ids": list(range(3, 43))}
+    assert collator([row])["position_ids"].tolist() == given([row])["position_ids"].tolist()
+
+
+def test_a_target_that_nobody_names(tmp_path):
+    with pytest.raises(PoSEError, match="config names none"):
+        PoSECollator(make_tokenizer()).settle_target(make_llama().config)
+    with pytest.raises(PoSEError, match=f"target_length={TARGET} is smaller than .* train_length=512"):
+        trainer_of(tmp_path, collator=PoSECollator(make_tokenizer(), train_length=512))
+
+
 def test_a_bound_trainer_shows_its_mixin(tmp_path, collator):
     trainer = trainer_of(tmp_path, collator=collator)
     kind = type(trainer)

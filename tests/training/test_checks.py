@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pose_plugin import extend_context
 from pose_plugin.config import parse_settings
 from pose_plugin.training.checks import (
+    check_row_length,
     frozen_parts,
     refuse_settings,
     require_undivided,
@@ -162,3 +165,23 @@ def test_unsloth_models_that_do_not_fit(name):
 @pytest.mark.parametrize("longest", [WINDOW, TARGET])
 def test_unsloth_models_that_fit(longest):
     require_unsloth_fits(loaded(longest), parse_settings({"target_length": TARGET, "train_length": WINDOW}))
+
+
+def rows_of(max_length, caplog, dataset_kwargs=None, **changes):
+    """Check a window of 2048 and return what was logged."""
+    settings = parse_settings({"target_length": 8192, "train_length": 2048, **changes})
+    check_row_length(SimpleNamespace(max_length=max_length, dataset_kwargs=dataset_kwargs), settings)
+    return caplog.text
+
+
+def test_rows_that_trl_cuts_below_the_window_are_refused(caplog):
+    with pytest.raises(PoSEError, match=r"max_length=1024 .* train_length=2048"):
+        rows_of(1024, caplog)
+    assert rows_of(1024, caplog, dataset_kwargs={"skip_prepare_dataset": True}) == ""
+
+
+def test_text_behind_the_window_that_would_be_dropped_is_logged(caplog):
+    for quiet in ({"max_length": 2048}, {"max_length": None}, {"max_length": 8192, "content": "window"}):
+        assert rows_of(caplog=caplog, **quiet) == ""
+    text = rows_of(8192, caplog)
+    assert "max_length=8192" in text and "train_length=2048" in text
