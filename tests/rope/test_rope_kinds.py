@@ -110,10 +110,6 @@ def test_ntk_base():
     assert ratio[-1] == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize(
-    ("base", "length", "low", "high"),
-    [(1e4, 2048, 16, 41), (1e4, 4096, 20, 46), (5e5, 8192, 18, 35), (1e6, 32768, 23, 40)],
-)
 def test_ntk_stretches_the_slowest_pair_that_turns():
     """Gemma 4 leaves three quarters of each head at frequency 0."""
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
@@ -122,6 +118,10 @@ def test_ntk_stretches_the_slowest_pair_that_turns():
     assert before[63] / after[63] == pytest.approx(8) and before[0] == after[0] and not after[64:].any()
 
 
+@pytest.mark.parametrize(
+    ("base", "length", "low", "high"),
+    [(1e4, 2048, 16, 41), (1e4, 4096, 20, 46), (5e5, 8192, 18, 35), (1e6, 32768, 23, 40)],
+)
 def test_yarn_range(base, length, low, high):
     assert kinds.yarn_range(base, 128, length) == (low, high)
     ramp = kinds.yarn_ramp(base, 128, length)
