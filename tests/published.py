@@ -22,23 +22,30 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pose_plugin.rope.read import as_config, text_config
+from pose_plugin.rope.stretch import KINDS
 
+# By how much the window of each base is multiplied.
+FACTORS = (2, 8)
+# `auto` searches a base; for more tokens that takes seconds.
+AUTO_SEARCHES = 140_000
 # Why a model or a kind raises an error: what the page says, and the words of the message.
 REFUSALS = {
     "dynamic": "for inference only",
+    "far layers": "the layers with RoPE see a short window only",
     "groups of layers": "its rope does not say which layers see far",
     "no rope": "it has no RoPE",
     "proportional": "part of each head is not rotated",
     "table": "its modelling code reads no RoPE parameters",
-    "three positions": "each token has three positions",
+    "three positions": "its text model cannot be trained alone",
 }
 MESSAGES = {
     "dynamic": "dynamic NTK is for inference only",
+    "far layers": "both rotates and sees beyond",
     "groups of layers": "keeps its rope under",
     "no rope": "has no RoPE",
     "proportional": "proportional rope",
     "table": "computes its rotary table with base 10000",
-    "three positions": "three positions",
+    "three positions": "no text model that can be trained alone",
 }
 
 FILE = Path(__file__).parent / "data" / "published_configs" / "models.jsonl"
@@ -71,6 +78,14 @@ def published() -> list[Published]:
     return [Published(unlike=row.pop("except", {}), **({"window": _maximum(row["config"])} | row)) for row in rows]
 
 
+def extensions(base: Published) -> list[tuple[str, int]]:
+    """Return the kinds and factors that extend a base. `dynamic` never does: it is for inference only."""
+    if base.refused:
+        return []
+    pairs = [(kind, factor) for kind in KINDS if kind not in (*base.unlike, "dynamic") for factor in FACTORS]
+    return [(kind, factor) for kind, factor in pairs if kind != "auto" or factor * base.window <= AUTO_SEARCHES]
+
+
 def _maximum(config: dict[str, Any]) -> int:
     return int(config.get("text_config", config).get("max_position_embeddings", 0))
 
@@ -95,6 +110,7 @@ _SMALL = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "num_kv_heads": 2,
     "num_kv_shared_layers": 0,
     "index_n_heads": 2,
 }

@@ -37,11 +37,18 @@ def plain_frequencies(base: float, dim: int) -> Frequencies:
     return np.power(float(base), -np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
-def ntk_base(base: float, factor: float, dim: int) -> float:
-    """Return base·s^(d/(d−2)), which stretches the slowest pair by exactly s and the fastest by 1."""
+def ntk_base(base: float, factor: float, dim: int, pairs: int | None = None) -> float:
+    """Return base·s^(d/(2(n−1))), which stretches the slowest of n pairs by exactly s and the fastest by 1.
+
+    Args:
+        base: θ.
+        factor: s.
+        dim: d, the rotary dimension.
+        pairs: n, the pairs that turn; default: all, d/2, so that the exponent is d/(d−2).
+    """
     if dim <= 2:
         raise PoSEError(f"the NTK base needs a rotary dimension above 2, got {dim}; use rope.type: linear")
-    return float(base * factor ** (dim / (dim - 2)))
+    return float(base * factor ** (dim / (2 * ((pairs or dim // 2) - 1))))
 
 
 def dynamic_inner_term(factor: float, length: float, original_length: float) -> float:

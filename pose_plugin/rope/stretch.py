@@ -44,6 +44,13 @@ class Stretch:
         return self.source.rotary_dim
 
     @property
+    def pairs(self) -> int:
+        """Return how many pairs turn: d/2, or fewer if the rope leaves the tail of a head at frequency 0."""
+        current = self.source.current
+        whole = current["rope_type"] != "proportional"
+        return self.dim // 2 if whole else int(float(current.get("partial_rotary_factor", 1.0)) * self.dim // 2)
+
+    @property
     def original(self) -> int:
         return self.source.original_length
 
@@ -132,9 +139,9 @@ def _linear(request: Stretch) -> dict[str, Any]:
 
 
 def _ntk(request: Stretch) -> dict[str, Any]:
-    theta, factor, dim = request.theta, request.factor, request.dim
-    base = kinds.ntk_base(theta, factor, dim)
-    request.notes.append(f"NTK: base {theta:g} · {factor:g}^({dim}/{dim - 2}) = {base:g}")
+    theta, factor, dim, pairs = request.theta, request.factor, request.dim, request.pairs
+    base = kinds.ntk_base(theta, factor, dim, pairs)
+    request.notes.append(f"NTK: base {theta:g} · {factor:g}^({dim}/{2 * (pairs - 1)}) = {base:g}")
     return {"rope_theta": base}
 
 
@@ -165,12 +172,12 @@ def _base(request: Stretch) -> dict[str, Any]:
 def _auto(request: Stretch) -> dict[str, Any]:
     """Log four candidates and take the larger of (a) and (c)."""
     theta, factor, dim, target = request.theta, request.factor, request.dim, request.target
-    retrieval, floor = theory.retrieval_base(target, dim), kinds.ntk_base(theta, factor, dim)
+    retrieval, floor = theory.retrieval_base(target, dim), kinds.ntk_base(theta, factor, dim, request.pairs)
     chosen, name = max((retrieval, "a"), (floor, "c"))
     request.notes += [
         f"(a) retrieval lower bound for {target} tokens at d={dim} (arXiv 2405.14591): {retrieval:.3g}",
         f"(b) ProLong's 8e6 at 64k and 1.28e8 at 512k, as a power law: {theory.prolong_base(target):.3g}",
-        f"(c) NTK floor {theta:g} · {factor:g}^({dim}/{dim - 2}): {floor:.3g}",
+        f"(c) NTK floor {theta:g} · {factor:g}^({dim}/{2 * (request.pairs - 1)}): {floor:.3g}",
         f"(d) the Llama-3 8K→80K recipe (5e5 → 2e8), as a power law: {theory.llama3_80k_base(theta, factor):.3g}",
         f"auto takes ({name}), the larger of (a) and (c): below (a) content does not distinguish distant tokens, below "
         "(c) the slowest dimension passes angles it never saw. Longer trainings used (b) and (d)",

@@ -110,6 +110,14 @@ def test_ntk_base():
     assert ratio[-1] == pytest.approx(8.0)
 
 
+def test_ntk_stretches_the_slowest_pair_that_turns():
+    """Gemma 4 leaves three quarters of each head at frequency 0."""
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    before, _ = kinds.inverse_frequencies(rope, 512)
+    after, _ = kinds.inverse_frequencies(rope | {"rope_theta": kinds.ntk_base(1e6, 8, 512, 64)}, 512)
+    assert before[63] / after[63] == pytest.approx(8) and before[0] == after[0] and not after[64:].any()
+
+
 @pytest.mark.parametrize(
     ("base", "length", "low", "high"),
     [(1e4, 2048, 16, 41), (1e4, 4096, 20, 46), (5e5, 8192, 18, 35), (1e6, 32768, 23, 40)],
