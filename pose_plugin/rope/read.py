@@ -6,11 +6,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 
 # The config key that holds the rope before any stretching; no reader knows it, all keep it.
 RECORD_KEY = "pose_plugin"
 FULL = "full_attention"
+_MAXIMUM = "max_position_embeddings"
 
 
 def lookup(config: Any, name: str, default: Any = None) -> Any:
@@ -37,6 +38,9 @@ def as_config(config: Any) -> Any:
     """Return a config object for the dict of a config.json, so that the model's defaults apply.
 
     A dict whose model_type transformers does not know stays a dict and has to be complete.
+
+    Raises:
+        PoSEError: transformers cannot read the dict; the message has its reason.
     """
     if not isinstance(config, Mapping):
         return config
@@ -45,4 +49,14 @@ def as_config(config: Any) -> Any:
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return copy.deepcopy(dict(config))
-    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+    values = copy.deepcopy(dict(config))
+    # Some trainers write 32768.0, which transformers 5 refuses.
+    for part in (values, values.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get(_MAXIMUM), float) and part[_MAXIMUM].is_integer():
+            part[_MAXIMUM] = int(part[_MAXIMUM])
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # each family validates its fields with errors of its own
+        raise PoSEError(
+            f"model type {model_type!r}: transformers cannot read this config: {shown(error, 300)}. Correct config.json"
+        ) from error

@@ -6,6 +6,7 @@ inside a multimodal one or not. It is not modified.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from pose_plugin.rope.kinds import CLOSED_FORMS, SHAPES, Frequencies, inverse_fr
 from pose_plugin.rope.live import LiveRope, is_causal_model, keys_read, live_rope
 from pose_plugin.rope.reach import LayerKind, reach
 from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, lookup, text_config
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 
 _WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 # Rotary, but their modelling code computes one table with base 10000 and reads no rope parameters.
@@ -99,10 +100,11 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     text = text_config(whole)
     model_type = str(lookup(text, "model_type") or lookup(whole, "model_type") or "unknown")
     fixed = model_type in _FIXED
-    live = None if fixed else live_rope(whole)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if not fixed:
         parameters = _parameters(text, model_type)
+    # After the parameters: a class built from damaged ones fails with an error about its own code.
+    live = None if fixed else live_rope(whole)
     _refuse_unrotated(whole, text, model_type, parameters, live)
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     if nested and not isinstance(parameters.get(FULL), Mapping):
@@ -170,7 +172,33 @@ def _complete(parameters: Mapping[str, Any], shared: Mapping[str, Any], model_ty
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in result:
             result[key] = _number(result[key], key, model_type)
+    for key, value in result.items():
+        if key in SHAPES and not _possible(key, value):
+            raise PoSEError(
+                f"model type {model_type!r}: rope {key}={shown(value)} is not {_wanted(key)}; correct config.json"
+            )
     return result
+
+
+def _wanted(key: str) -> str:
+    if key == "rope_type":
+        return "a name"
+    if key == "truncate":
+        return "true or false"
+    return "a list of numbers above 0" if key in ("short_factor", "long_factor") else "a number above 0"
+
+
+def _possible(key: str, value: Any) -> bool:
+    """Return whether a published value of the rope dict can be computed with."""
+    if key == "rope_type":
+        return isinstance(value, str)
+    if key == "truncate":
+        return isinstance(value, bool)
+    if key in ("short_factor", "long_factor"):
+        return isinstance(value, (list, tuple)) and bool(value) and all(_possible("", each) for each in value)
+    # Hunyuan publishes alpha: false, DeepSeek mscale: 0.
+    optional = key in ("alpha", "mscale", "mscale_all_dim") and not value
+    return optional or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf)
 
 
 def _number(value: Any, key: str, model_type: str) -> float:
