@@ -92,7 +92,8 @@ def survives(
             ended[moments[-1][0] if killed else "ended before"] += 1
         again = run(command, folder)
         assert again.value == whole.value, (moments, again)
-        assert result(folder) == expected, (moments, again.output)
+        found = result(folder)
+        assert found == expected, (found, moments, again.output)
     return ended
 
 

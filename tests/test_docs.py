@@ -57,6 +57,7 @@ def test_readme_trl_snippet(tmp_path):
         tokenizer.save_pretrained(tmp_path / "base")
         args = trl.SFTConfig(
             output_dir=str(tmp_path / "out"),
+            max_length=2048,
             max_steps=1,
             per_device_train_batch_size=2,
             use_cpu=True,

@@ -212,7 +212,8 @@ def test_self_test(extended, name):
 def test_a_step_trains_every_layer_and_leaves_the_frequencies(extended, name):
     model = extended(name).train()
     tokens = torch.arange(40) % 40 + 3
-    batch = collator()([{"input_ids": tokens.tolist(), "labels": tokens.tolist()}] * 2)
+    rows = [{"input_ids": (tokens + shift).tolist(), "labels": tokens.tolist()} for shift in range(4)]
+    batch = collator()(rows)
     assert batch["position_ids"].max() > WINDOW
     with torch.no_grad():
         model(**batch)  # LongRoPE takes its list for long inputs

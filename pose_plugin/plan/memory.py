@@ -159,7 +159,8 @@ def architecture(config: Any) -> Architecture:
     # Experts are kept as one tensor; the convolutions of linear-attention layers have three dimensions too.
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     experts = sum(p.numel() for p in model.parameters() if p.dim() == 3 and id(p) not in convolutions)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # Gemma 4 E2B raises an error if a value that differs between layers is read from the whole config.
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // heads
     return Architecture(
         total=total,
         embeddings=embeddings.weight.numel(),

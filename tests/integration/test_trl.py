@@ -592,10 +592,9 @@ def test_a_run_without_jumps_says_so(tmp_path, pose):
     assert "no document can have a jump" in output and "no document had a jump" in output
 
 
-def test_a_target_too_large_to_simulate_still_trains(tmp_path):
+def test_a_target_of_millions_trains(tmp_path):
     def case():
         trainer = trl_runs.sft(tmp_path, pose={"target_margin": 2**25}, max_steps=1, eval_strategy="no")
         return trainer.train().global_step
 
-    outcome = forked(case)
-    assert outcome.value == 1 and "chance that one row" not in outcome.output
+    assert forked(case).value == 1

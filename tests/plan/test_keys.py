@@ -45,7 +45,9 @@ def test_no_false_warnings(values):
 
 @needs_axolotl
 def test_examples_have_no_unknown_key():
-    assert [unknown_keys(yaml.safe_load(path.read_text())) for path in EXAMPLES] == [[]] * len(EXAMPLES)
+    # Kubernetes' file is no config of Axolotl.
+    configs = [path for path in EXAMPLES if path.parent.name != "cluster"]
+    assert [unknown_keys(yaml.safe_load(path.read_text())) for path in configs] == [[]] * len(configs)
 
 
 def test_nothing_is_reported_without_axolotl(monkeypatch):
