@@ -37,10 +37,12 @@ def outcome(folder):
     expected = load_file(folder.parent / "whole" / "out" / "model.safetensors")
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
-    return record["target_length"], record["trained"]["steps"]
+    # A resume from the last step's checkpoint trains one step more in transformers; its learning rate is 0.
+    assert record["trained"]["steps"] in (STEPS, STEPS + 1)
+    return record["target_length"]
 
 
 def test_a_killed_training_is_resumed(tmp_path):
     ended = survives(trained, tmp_path, outcome)
     assert ended["point"] + ended["time"], f"no run was killed: {ended}"
-    assert outcome(tmp_path / "whole") == (TARGET, STEPS)
+    assert outcome(tmp_path / "whole") == TARGET
