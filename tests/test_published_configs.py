@@ -89,6 +89,7 @@ def test_the_plan_is_printed(base, tmp_path):
     assert f"window {base.window}" in printed and f"window {8 * base.window}" in printed
 
 
+@pytest.mark.once
 @pytest.mark.docs
 def test_the_page_is_current():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.published_page"
