@@ -81,8 +81,8 @@ MARKS = {
 }
 
 
-# Axolotl 0.21 brings flash-linear-attention. Its kernels replace the linear attention of these models and need a GPU, and
-# it registers a bitnet of its own.
+# Axolotl 0.21 brings flash-linear-attention. Its kernels replace the linear attention of these models and need a GPU.
+# It also registers another bitnet.
 REPLACED = re.compile(r"qwen3[_.-]?5|qwen3[_-]next|bitnet", re.I)
 REPLACED_IN = ("test_families.py", "test_published_configs.py", "test_example_configs.py")
 
