@@ -122,7 +122,8 @@ def test_api_page_has_every_public_name():
     assert sorted(name.rpartition(".")[2] for name in named) == sorted(pose_plugin.__all__)
     for name in named:
         module, _, attribute = name.rpartition(".")
-        assert getattr(importlib.import_module(module), attribute) is getattr(pose_plugin, attribute)
+        if attribute != "PosePlugin" or importlib.util.find_spec("axolotl"):
+            assert getattr(importlib.import_module(module), attribute) is getattr(pose_plugin, attribute)
 
 
 def test_every_page_is_in_the_navigation():

