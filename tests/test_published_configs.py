@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,8 @@ BASES = published()
 EXTENDED = [base for base in BASES if not base.refused]
 
 
-# Not every kind passes for these bases yet.
-PENDING = ("google/gemma-4-26B-A4B", "google/gemma-4-E2B-it", "lmsys/vicuna-7b-v1.5-16k")
-
-
-def cases(bases: Iterable[Published], pending: Sequence[str] = ()) -> list[Any]:
-    marks = {name: [pytest.mark.xfail(reason="not every kind passes yet")] for name in pending}
-    return [pytest.param(base, id=base.model, marks=marks.get(base.model, [])) for base in bases]
+def cases(bases: Iterable[Published]) -> list[Any]:
+    return [pytest.param(base, id=base.model) for base in bases]
 
 
 def far_frequencies(model: Any) -> torch.Tensor:
@@ -70,7 +65,7 @@ def request_for(kind: str, factor: int, model: Any, folder: Path) -> dict[str, A
     if kind == "base":
         return {"type": kind, "theta": float((factor / slowest(model)) ** (len(live) / (turning - 1)))}
     if kind == "longrope":
-        lists = np.geomspace(1.0, factor / slowest(model), turning).tolist()
+        lists = np.geomspace(1.0, factor / slowest(model), len(live)).tolist()
         file = folder / "factors.json"
         file.write_text(json.dumps({"long_factor": lists, "short_factor": lists}))
         return {"type": kind, "factors_file": str(file)}
@@ -152,7 +147,7 @@ def test_a_base_is_read_as_its_class_reads_it(base):
 
 @pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.parametrize("base", cases(EXTENDED, PENDING))
+@pytest.mark.parametrize("base", cases(EXTENDED))
 def test_every_kind(base, tmp_path, monkeypatch):
     monkeypatch.setattr(theory, "retrieval_base", SEARCH)
     before = slowest(model := build(shrunken(base.full)))

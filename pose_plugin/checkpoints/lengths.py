@@ -8,19 +8,9 @@ from typing import Any
 
 from pose_plugin.checkpoints.saved import NO_LIMIT, Saved
 from pose_plugin.checkpoints.schema import Generation, Tokenizer, read
+from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.files import Stage, read_json
 
-# vLLM takes the smallest of these, SGLang the first that it finds.
-_OF_CONFIG = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
 # transformers' own max_length, which stands for "not set": `generate` then adds 20 tokens to any prompt.
 UNSET_GENERATION = 20
@@ -44,7 +34,7 @@ class Limit:
 
 def limits_below(saved: Saved, target: int) -> Iterator[Limit]:
     """Yield the lengths that are below the target, in tokens."""
-    for key in _OF_CONFIG if saved.config is not None else ():
+    for key in LENGTH_KEYS if saved.config is not None else ():
         value = saved.text.get(key)
         if isinstance(value, int) and value < target:
             yield Limit("config.json", key, value, "engines take it as the window")
@@ -58,7 +48,7 @@ def limits_below(saved: Saved, target: int) -> Iterator[Limit]:
 
 def raise_config(text: dict[str, Any], target: int) -> None:
     """Raise the lengths of a config's text part to the target, in place."""
-    for key in _OF_CONFIG:
+    for key in LENGTH_KEYS:
         if isinstance(value := text.get(key), int) and value < target:
             text[key] = target
 

@@ -13,7 +13,7 @@ from typing import Any
 from pose_plugin.config import RopeSettings
 from pose_plugin.rope.kinds import normalise
 from pose_plugin.rope.plan import RopePlan, plan_rope
-from pose_plugin.rope.read import FULL, RECORD_KEY, as_config, text_config
+from pose_plugin.rope.read import FULL, LENGTH_KEYS, RECORD_KEY, as_config, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import report
 
@@ -77,6 +77,7 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
         text.max_position_embeddings = plan.max_position_embeddings
     for key in (*_TOP_KEYS, *(() if plan.top_original else ("original_max_position_embeddings",))):
         store.pop(key, None)
+    store.update(_raised(text, plan))
     # Not by setattr: setting the property `rope_scaling` of a config object replaces rope_parameters.
     store.update(extra)
     return result
@@ -103,8 +104,16 @@ def rope_overrides(
         )
     result: dict[str, Any] = {} if plan.fixed else {"rope_parameters": copy.deepcopy(plan.rope_parameters)}
     result["max_position_embeddings"] = plan.max_position_embeddings
+    result.update(_raised(text_config(whole), plan))
     result.update({key: value for key, value in _extra(plan).items() if key != "rope_scaling"})
     return result
+
+
+def _raised(text: Any, plan: RopePlan) -> dict[str, int]:
+    """Return the other lengths of a config that would keep engines below the plan's window, raised to it."""
+    found = {key: lookup(text, key) for key in LENGTH_KEYS if key != "max_position_embeddings"}
+    maximum = plan.max_position_embeddings
+    return {key: maximum for key, value in found.items() if isinstance(value, int) and 0 < value < maximum}
 
 
 def merge_overrides(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,6 +12,17 @@ from pose_plugin.utils.errors import PoSEError, shown
 RECORD_KEY = "pose_plugin"
 FULL = "full_attention"
 _MAXIMUM = "max_position_embeddings"
+# Keys of config.json that engines take as the window: vLLM takes the smallest of these, SGLang the first that it finds.
+LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 
 
 def lookup(config: Any, name: str, default: Any = None) -> Any:

@@ -1,5 +1,4 @@
-"""Real runs of TRL and the transformers Trainer on CPU: what reached the model, what was saved, what is "
-"refused."""
+"""Real runs of TRL and the transformers Trainer on CPU: what reached the model, what was saved, what is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +15,8 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+from pose_plugin.cli.main import main
+from tests.conftest import REPLACES
 from tests.forked import LIMIT, CaseError, forked
 from tests.integration import distributed, trl_runs
 from tests.integration.trl_runs import ROWS, STEPS, TARGET, WINDOW
@@ -598,3 +599,54 @@ def test_a_target_of_millions_trains(tmp_path):
         return trainer.train().global_step
 
     assert forked(case).value == 1
+
+
+def test_qwen35_trains_and_reloads(tmp_path):
+    """Layers with linear attention, and rotary positions on three axes, which text uses alike."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    if REPLACES:
+        pytest.skip("flash-linear-attention replaces this model and needs a GPU")
+
+    def case():
+        import torch
+        from datasets import Dataset
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from trl import SFTConfig, SFTTrainer
+
+        from pose_plugin import PoSECollator, extend_context
+        from tests.conftest import make_tokenizer
+
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        base = AutoConfig.for_model(
+            "qwen3_5_text", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=16,
+            num_attention_heads=2, num_key_value_heads=1, linear_num_key_heads=2, linear_num_value_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=2,
+            rope_parameters={**rope, "mrope_interleaved": True},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(extend_context(base, target_length=TARGET, rope="yarn"))
+        tokenizer = make_tokenizer()
+        trainer = SFTTrainer(
+            model,
+            args=SFTConfig(
+                str(tmp_path / "out"),
+                max_steps=1,
+                max_length=64,
+                use_cpu=True,
+                bf16=False,
+                report_to=[],
+                per_device_train_batch_size=2,
+            ),
+            train_dataset=Dataset.from_list(trl_runs.texts()),
+            processing_class=tokenizer,
+            data_collator=PoSECollator(tokenizer, train_length=64),
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer.state.global_step
+
+    assert forked(case).value == 1
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["max_position_embeddings"] == TARGET and saved["rope_parameters"]["mrope_section"] == [2, 1, 1]
+    assert main(["check", str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "out"), "--engine", "vllm"]) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, Ministral3Config
 
-from pose_plugin.rope import extend_context, plan_rope, rope_findings, verify_rope
+from pose_plugin.rope import extend_context, plan_rope, rope_findings, rope_overrides, verify_rope
 from pose_plugin.rope.live import live_rope
 from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import PoSEError
@@ -163,6 +163,15 @@ def test_an_unscaled_maximum_is_found_by_the_longer_one():
     assert plan_rope(raw, 32768, "linear").factor == 32.0
     plan = plan_rope({**raw, "max_sequence_length": 16384}, 32768, "linear")
     assert (plan.original_length, plan.factor) == (4096, 8.0)
+
+
+def test_other_lengths_of_a_config_are_raised():
+    """Engines take the smallest, or another one than max_position_embeddings."""
+    raw = {**SMALL, "model_type": "llama", "max_position_embeddings": 4096, "max_sequence_length": 4096}
+    raw |= {"seq_length": 2048, "model_max_length": 2**40}
+    for written in (extend_context(raw, 32768), rope_overrides(raw, 32768)):
+        assert written["max_sequence_length"] == written["seq_length"] == 32768
+        assert written.get("model_max_length", 2**40) == 2**40
 
 
 def test_a_plain_rope_with_axes_keeps_them_for_older_readers():
