@@ -138,7 +138,7 @@ def self_test(
     length: int = 24,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> SelfTestReport:
-    """Raise SelfTestError if the run would train without learning long distances.
+    """Raise SelfTestError, with what was measured and what to set, if the run would learn no long distances.
 
     The forwards run in training mode, because gradient checkpointing and the missing cache decide how positions are
     read. RNG states, gradients, modes and the collator's counts stay as they were. Every rank must call it.
@@ -151,9 +151,6 @@ def self_test(
         rows: rows in the test batch; 2 shows whether rows are mixed up, 1 is for frameworks that allow no more.
         length: tokens of each document.
         autocast: the mixed-precision context of the training step.
-
-    Raises:
-        SelfTestError: with what was measured and what to set.
     """
     collator.settle_target(unwrap(model).config)
     run = forward or (lambda batch: model(**batch).logits)

@@ -99,8 +99,7 @@ def check_folder(
     """Reload a folder in a clean process and compare it with the trained model.
 
     The process cannot import this package. It loads the folder with plain transformers, an adapter with PEFT on a base
-    built from the adapter's config. A folder of another trainer has no record and no probe: it is compared with its
-    own config, and the report states what that does not prove.
+    built from the adapter's config. A folder without record and probe is compared with its own config only.
 
     Args:
         folder: a model or an adapter.

@@ -37,7 +37,7 @@ class Rule:
         longrope_default: whether it takes the original window of a longrope model unless told another.
         kinds: of rope that it computes; it raises an error at others, if they are not in `dropped`.
         dropped: kinds that it silently computes as plain RoPE.
-        yarn_keys: keys of yarn that it reads, beside the factor and the original window.
+        yarn_keys: keys of yarn that it reads, in addition to the factor and the original window.
         own_longrope_scale: whether it computes the scale of longrope's cos and sin itself, without attention_factor.
         adapters: whether it serves a LoRA adapter on its base.
     """

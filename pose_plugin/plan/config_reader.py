@@ -66,7 +66,7 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
     Args:
         path: of the file.
         base: a folder with the base's config.json, if the YAML names a model of the Hub.
-        given: `gpus`, and `steps` or `rows` in the place of the YAML's; see `from_values`.
+        given: `gpus`, and `steps` or `rows` instead of the YAML's; see `from_values`.
 
     Raises:
         PoSEError: the file cannot be read, or the base's config.json is not on this machine.
