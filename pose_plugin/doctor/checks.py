@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pose_plugin.checkpoints.saved import NO_LIMIT
 from pose_plugin.doctor.folder import (
     ADAPTER,
     CONFIG,
@@ -22,6 +23,7 @@ from pose_plugin.doctor.folder import (
     number,
     whole,
 )
+from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.findings import Finding, Severity
 
 # Kinds that transformers implements, and those that single families' own code reads.
@@ -30,8 +32,6 @@ _KINDS |= {"deepseek_yarn", "telechat3-yarn", "gptj"}
 _USUAL = "default, linear, dynamic, yarn, longrope or llama3"
 _NEEDS_FACTOR = ("linear", "dynamic", "yarn", "llama3")
 _NEEDS_ORIGINAL = ("yarn", "llama3", "longrope")
-# Engines take the smallest of these as the window. vLLM reads all of them.
-_WINDOWS = ("max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "model_max_length", "n_positions")
 # (model type, vocabulary, largest base that was trained with that window, its window): models whose published windows
 # are known from the vocabulary.
 _TRAINED = (("llama", 32000, 10000.0, 4096), ("llama", 128256, 500000.0, 8192))
@@ -39,8 +39,6 @@ _TRAINED = (("llama", 32000, 10000.0, 4096), ("llama", 128256, 500000.0, 8192))
 _BASES = {("qwen2", 151936): 1e6, ("qwen2", 152064): 1e6, ("qwen3", 151936): 1e6, ("llama", 128256): 500000.0}
 # Keys that the published configs of a family have in their rope dict, and that its class reads.
 _FAMILY_KEYS = {"qwen3_5": ("mrope_section", "partial_rotary_factor"), "qwen3_vl": ("mrope_section",)}
-# transformers writes 10**30 for a tokenizer without a limit.
-_NO_LIMIT = 10**18
 # Ratios of lengths that differ less than this are the same.
 _SAME = 0.01
 
@@ -396,7 +394,7 @@ def longrope_lists(folder: Folder) -> Iterator[Problem]:
 
 def other_windows(folder: Folder) -> Iterator[Problem]:
     """Other keys of config.json state a smaller window."""
-    for key in _WINDOWS:
+    for key in LENGTH_KEYS:
         value = whole(folder.text.get(key))
         if value and folder.maximum and value < folder.maximum and folder.kind in ("default", "yarn"):
             yield _problem(
@@ -413,7 +411,7 @@ def other_windows(folder: Folder) -> Iterator[Problem]:
 def tokenizer_limit(folder: Folder) -> Iterator[Problem]:
     """The tokenizer's limit is below the window."""
     limit = whole(folder.files.get(TOKENIZER, {}).get("model_max_length"))
-    if limit and folder.maximum and limit < min(folder.maximum, _NO_LIMIT) and CONFIG in folder.files:
+    if limit and folder.maximum and limit < min(folder.maximum, NO_LIMIT) and CONFIG in folder.files:
         yield _problem(
             "tokenizer limit",
             "model_max_length",
@@ -478,7 +476,7 @@ def _adapter_rope(folder: Folder) -> Iterator[Problem]:
     base = folder.base
     limit = whole(folder.files.get(TOKENIZER, {}).get("model_max_length"))
     if CONFIG not in folder.files:
-        if base and limit and base.maximum and base.maximum < limit < _NO_LIMIT:
+        if base and limit and base.maximum and base.maximum < limit < NO_LIMIT:
             yield _problem(
                 "adapter without its config",
                 "config.json",
