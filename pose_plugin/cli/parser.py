@@ -116,10 +116,7 @@ def count(text: str, least: int = 1, most: int = 10**15) -> int:
 
 def amount(text: str) -> float:
     """Return a finite number above 0. Raise PoSEError for anything else."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not 0 < number < math.inf:
         raise PoSEError(f"{shortened(text)} is not a number above 0")
     return number
@@ -127,10 +124,15 @@ def amount(text: str) -> float:
 
 def share(text: str) -> float:
     """Return a number from 0 to 1. Raise PoSEError for anything else."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not 0 <= number <= 1:
         raise PoSEError(f"{shortened(text)} is not a number from 0 to 1")
     return number
+
+
+def _number(text: str) -> float:
+    """Return a number, or NaN, which no comparison accepts."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
