@@ -23,7 +23,7 @@ test-fast:       ## the quick tests in the environment you are in (pip install -
 test-3.11 test-3.12 test-trl:
 	.ci/test $(@:test-%=%)
 
-fuzz:            ## an hour of random settings, documents, folders, answers and command lines
+fuzz:            ## a long search with random settings, bases, documents, folders, answers and command lines
 	POSE_FUZZ_EXAMPLES=20000 .ci/with 3.11 python -m pytest -q tests/fuzz
 
 lint:            ## ruff and mypy
