@@ -23,7 +23,7 @@ from common import about, arguments, machine, markdown, places, save
 ROOT = Path(__file__).parent.parent
 # The tests' own list, so that what is measured is what is tested.
 sys.path.append(str(ROOT))
-from tests.checkpoints.saved_models import ROPES  # noqa: E402
+from tests.models import ROPES  # noqa: E402
 
 OLD, TARGET = 64, 512
 PAGE = ROOT / "docs" / "serving.md"

@@ -1,4 +1,4 @@
-"""Shared fixtures: a tokenizer and a tiny random model, both made on the spot."""
+"""The environment, the marks and the shared fixtures of all tests. `tests/models.py` makes models and tokenizers."""
 
 from __future__ import annotations
 
@@ -105,46 +105,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def tokenizer():
+    from tests.models import make_tokenizer
+
     return make_tokenizer()
-
-
-def make_tokenizer(size: int = 128, side: str = "right"):
-    """Words w0…w127 by white space; w0 pads, w2 ends."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w1"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="w0", eos_token="w2", unk_token="w1", padding_side=side, model_max_length=64
-    )
-
-
-def make_llama(attention: str = "sdpa", **changes):
-    """A random Llama of two layers; every caller gets the same weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    values = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 2,
-        "use_cache": False,
-        **changes,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM._from_config(LlamaConfig(**values), attn_implementation=attention)
-
-
-def is_save_probe(ids) -> bool:
-    """Whether a batch is the one that the trained model is asked at each save."""
-    from pose_plugin.checkpoints.probe import probe_inputs
-
-    return ids.tolist() == [probe_inputs(128, 64, 512)["ids"]]

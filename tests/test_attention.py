@@ -23,7 +23,7 @@ from pose_plugin.attention import (
 from pose_plugin.collator import PositionCollator
 from pose_plugin.positions import Window
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama
+from tests.models import make_llama
 from tests.reference_kernels import flash_attention
 from tests.test_collator import stack_packs
 

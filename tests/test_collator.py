@@ -17,7 +17,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.frameworks.trl import PoSECollator
 from pose_plugin.positions import SAMPLERS, Window, draw_windows
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_tokenizer
+from tests.models import make_tokenizer
 
 SIX, THREE, FOUR = [10, 11, 12, 13, 14, 15], [20, 21, 22], [30, 31, 32, 33]
 

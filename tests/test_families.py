@@ -17,8 +17,8 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.rope import extend_context, verify_rope
 from pose_plugin.selftest import self_test
 from pose_plugin.utils.errors import PoSEError, SelfTestError
+from tests.models import CONFIGS, SMALL, WINDOW, build
 from tests.reference_kernels import flash_attention
-from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build
 from tests.test_attention import stack_single
 from tests.test_collator import stack_packs
 

@@ -14,7 +14,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.frameworks.trl import PoSECollator
 from pose_plugin.selftest import SelfTestReport, self_test
 from pose_plugin.utils.errors import SelfTestError
-from tests.conftest import make_llama, make_tokenizer
+from tests.models import make_llama, make_tokenizer
 from tests.test_collator import stack_packs
 
 TARGET = 512

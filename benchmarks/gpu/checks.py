@@ -80,7 +80,7 @@ def far_positions(device: str) -> list[str]:
     import torch
 
     from pose_plugin.rope import extend_context, verify_rope
-    from tests.conftest import make_llama
+    from tests.models import make_llama
 
     config = extend_context(make_llama(**WIDE).config, 131072, "yarn")
     model = type(make_llama())._from_config(config, dtype=torch.bfloat16).to(device)
@@ -104,11 +104,10 @@ def unsloth(folder: Path) -> list[str]:
 
     from pose_plugin import PoSECollator
     from pose_plugin.frameworks.unsloth import extended_base
-    from tests.conftest import make_llama, make_tokenizer
     from tests.integration.trl_runs import texts
+    from tests.models import make_llama, save
 
-    make_llama(**WIDE).save_pretrained(folder / "base")
-    make_tokenizer().save_pretrained(folder / "base")
+    save(make_llama(**WIDE), folder / "base")
     base = extended_base(folder / "base", folder / "extended", target_length=512)
     ended = []
     for longest in (64, 1024):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pose_plugin.beacon import BeaconCache, BeaconConfig, BeaconEmbedding, BeaconModel, beacon_gradient_norm, find_tuner
 from pose_plugin.beacon.register import NAME, peft_type, register
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids, unlike_base
+from tests.models import make_base, make_beacon, make_config, make_ids, unlike_base
 
 
 def test_peft_knows_the_method():

@@ -83,7 +83,7 @@ def test_the_reading_snippet(tmp_path, monkeypatch):
     import torch
 
     from pose_plugin import BeaconCache
-    from tests.beacon.tiny import make_base, make_beacon, make_ids
+    from tests.models import make_base, make_beacon, make_ids
 
     monkeypatch.chdir(tmp_path)
     make_base().save_pretrained("base")

@@ -8,7 +8,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from pose_plugin.beacon import BeaconCache, condensing
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import ARCHITECTURES, make_base, make_beacon, make_config, make_ids, unlike_base
+from tests.models import ARCHITECTURES, make_base, make_beacon, make_config, make_ids, unlike_base
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

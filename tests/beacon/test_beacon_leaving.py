@@ -11,8 +11,8 @@ import torch
 
 from pose_plugin.beacon import BeaconCache, save_cartridge
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import ARCHITECTURES, make_base, make_beacon, make_ids
 from tests.forked import LIMIT
+from tests.models import ARCHITECTURES, make_base, make_beacon, make_ids
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pose_plugin.beacon import BeaconEmbedding
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids, unlike_base
+from tests.models import make_base, make_beacon, make_config, make_ids, unlike_base
 
 
 def as_a_token(ids: torch.Tensor, token: int, new: int) -> torch.Tensor:

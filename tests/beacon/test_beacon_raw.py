@@ -7,7 +7,7 @@ import torch
 
 from pose_plugin.beacon import BeaconCache
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import make_base, make_beacon, make_ids
+from tests.models import make_base, make_beacon, make_ids
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 WINDOW = {"window": 32, "ratio": "adapt"}

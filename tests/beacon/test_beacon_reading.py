@@ -11,7 +11,7 @@ from pose_plugin.beacon import BeaconCache
 from pose_plugin.beacon.layout import RAW, Pass, Scheme, lay_out, visible
 from pose_plugin.beacon.rope import rotate
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import ARCHITECTURES, ROPES, make_base, make_beacon, make_config, make_ids
+from tests.models import ARCHITECTURES, BEACON_ROPES, make_base, make_beacon, make_config, make_ids
 
 TABLE = [(architecture, attention) for architecture in ARCHITECTURES for attention in ("eager", "sdpa")]
 
@@ -80,7 +80,7 @@ def test_variants_do_not_depend_on_cuts(variant):
     assert difference(make_beacon()(ids).logits[:, 9:], whole[:, 9:]) > 1e-3  # and the variant is a variant
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", BEACON_ROPES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @torch.no_grad()
 def test_each_kind_of_rope(rope, attention):
@@ -95,7 +95,7 @@ def test_each_kind_of_rope(rope, attention):
     assert difference(torch.cat(parts, dim=1), whole) <= 1e-4
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", BEACON_ROPES)
 @torch.no_grad()
 def test_moved_keys_are_the_keys_of_the_new_place(rope):
     """Against the model's own rotation; a key of YaRN carries its attention factor once, before and after."""
@@ -196,7 +196,7 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask):
     assert difference(once[:, ~beacon], read) <= 1e-4
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", BEACON_ROPES)
 @pytest.mark.parametrize(
     "changes", [{}, {"mask": "segmentation"}, {"mask": "full"}, {"layout": "v2"}], ids=["stepwise", "seg", "full", "v2"]
 )

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from pose_plugin.beacon import BeaconCache, condensing, files
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
+from tests.models import make_base, make_beacon, make_config, make_ids
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

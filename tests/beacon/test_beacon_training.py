@@ -24,7 +24,7 @@ from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import Scheme, lay_out
 from pose_plugin.beacon.trainer import _group
 from pose_plugin.utils.errors import PoSEError
-from tests.beacon.tiny import make_base, make_beacon, make_config, make_ids
+from tests.models import make_base, make_beacon, make_config, make_ids
 
 
 def gradients(model) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from pose_plugin.checkpoints.check import check_folder, logit_distance, toleranc
 from pose_plugin.checkpoints.probe import probe_inputs
 from pose_plugin.cli.main import main
 from pose_plugin.utils.errors import PoSEError
-from tests.checkpoints.saved_models import ROPES, TARGET, edit, finish, make_base, save_adapter, save_full
+from tests.models import ROPES, TARGET, edit, finish, save_adapter, save_base, save_full
 
 pytest.importorskip("peft")
 
@@ -242,7 +242,7 @@ def test_the_comparison_can_fail(home, here):
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"intermediate_size": 96}], ids=["other weights", "other sizes"])
 def test_a_wrong_base(home, tmp_path, here, changes):
-    model = make_base(tmp_path / "other", **{k: v for k, v in changes.items() if k != "seed"})
+    model = save_base(tmp_path / "other", **{k: v for k, v in changes.items() if k != "seed"})
     if "seed" in changes:
         with torch.no_grad():
             model.model.layers[0].self_attn.q_proj.weight.neg_()
@@ -427,7 +427,7 @@ def test_tied_embeddings_that_were_trained_apart(tmp_path, here, capsys):
     """PEFT's own merge unties them. A merge that keeps the base's config (Axolotl's default) makes another model."""
     from pose_plugin import load_extended
 
-    make_base(tmp_path / "base", tie_word_embeddings=True)
+    save_base(tmp_path / "base", tie_word_embeddings=True)
     model = save_adapter(tmp_path / "adapter", base=tmp_path / "base", modules_to_save=["embed_tokens"])
     with torch.no_grad():
         model.get_input_embeddings().modules_to_save["default"].weight.mul_(-1)

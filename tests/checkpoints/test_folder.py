@@ -13,19 +13,17 @@ from pose_plugin.checkpoints.record import model_facts, versions
 from pose_plugin.checkpoints.saved import base_of
 from pose_plugin.config import parse_settings
 from pose_plugin.utils.errors import PoSEError
-from tests.checkpoints.saved_models import TARGET, edit, extended, make_base
-from tests.conftest import make_tokenizer
+from tests.models import TARGET, edit, extended, save, save_base
 
 SETTINGS = parse_settings({"target_length": TARGET, "rope": "yarn"})
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    make_base(tmp_path / "base")
+    save_base(tmp_path / "base")
     model = extended(tmp_path / "base", "yarn")
     model.config.foreign_key = {"kept": [1, 2]}
-    model.save_pretrained(tmp_path / "out")
-    make_tokenizer().save_pretrained(tmp_path / "out")
+    save(model, tmp_path / "out")
     return tmp_path / "out"
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("peft")
 from pose_plugin import PoSEError, RopeMismatchError, load_extended
 from pose_plugin.checkpoints.load import require_extension
 from pose_plugin.checkpoints.probe import read_probe, take_probe
-from tests.checkpoints.saved_models import TARGET, save_adapter, save_full
 from tests.forked import forked
+from tests.models import TARGET, save_adapter, save_full
 
 
 @pytest.fixture(scope="module")

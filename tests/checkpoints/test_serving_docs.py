@@ -13,8 +13,7 @@ import pytest
 
 from pose_plugin.checkpoints import check, reload_worker
 from pose_plugin.cli.main import main
-from tests.checkpoints.saved_models import extended, save_adapter, save_full
-from tests.conftest import make_tokenizer
+from tests.models import extended, make_tokenizer, save_adapter, save_full
 from tests.test_docs import ROOT, blocks, commands
 
 pytest.importorskip("peft")

@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 from pose_plugin import extend_context
 from pose_plugin.cli import doctor
 from pose_plugin.cli.main import main
-from tests.conftest import make_llama, make_tokenizer
+from tests.models import make_llama, make_tokenizer
 
 # The tokenizer cuts words that begin with its special tokens w0, w1 and w2, so neither prompts nor answers have them.
 WORDS = " ".join(f"w{30 + i * 37 % 70}" for i in range(300))

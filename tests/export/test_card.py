@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from pose_plugin.cli.main import main
 from pose_plugin.export.card import BEGIN, END, write_card
 from pose_plugin.utils.errors import PoSEError
-from tests.checkpoints.saved_models import edit, save_adapter, save_full
 from tests.forked import CaseError, forked
+from tests.models import edit, save_adapter, save_full
 
 pytest.importorskip("peft")
 

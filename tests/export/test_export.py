@@ -17,8 +17,8 @@ from pose_plugin.cli.main import main
 from pose_plugin.export import ENGINES, exporter
 from pose_plugin.export.engines import rules_of, taken
 from pose_plugin.utils.errors import PoSEError
-from tests.checkpoints.saved_models import ROPES, TARGET, edit, save_adapter, save_full
 from tests.export import engine_rules
+from tests.models import ROPES, TARGET, edit, save_adapter, save_full
 
 pytest.importorskip("peft")
 

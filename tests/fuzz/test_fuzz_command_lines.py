@@ -73,7 +73,7 @@ def command_lines(draw):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    from tests.conftest import make_tokenizer
+    from tests.models import make_tokenizer
 
     folder = tmp_path_factory.mktemp("lines")
     (folder / "empty").mkdir()

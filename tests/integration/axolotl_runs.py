@@ -14,19 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.conftest import is_save_probe, make_llama, make_tokenizer
 from tests.forked import made_once
+from tests.models import is_save_probe, make_llama, save
 
 # The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
 WORDS = [f"w{i}" for i in range(30, 100)]
 
 
 def make_base(folder: Path, **changes: Any) -> Path:
-    def write(path: Path) -> None:
-        make_llama(**changes).save_pretrained(path)
-        make_tokenizer().save_pretrained(path)
-
-    return made_once(folder, write)
+    return made_once(folder, lambda path: save(make_llama(**changes), path))
 
 
 def make_rows(path: Path, count: int = 24, low: int = 20, high: int = 60) -> Path:

@@ -673,7 +673,7 @@ def test_a_base_without_rotary_positions(runs):
 def _save_mistral(folder: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    from tests.conftest import make_tokenizer
+    from tests.models import make_tokenizer
 
     config = MistralConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

@@ -15,9 +15,9 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 from pose_plugin.positions.turn_borders import turn_borders, turn_tokens
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
-from tests.conftest import make_llama
 from tests.forked import Outcome, forked
 from tests.integration.axolotl_runs import base_yaml, import_axolotl, in_this_process, load_cfg, run
+from tests.models import make_llama, spelled_tokenizer
 
 pytestmark = pytest.mark.axolotl
 
@@ -139,28 +139,14 @@ def test_a_run_says_which_rows_train_nothing(home):
     assert "the first: row" in done.output and len(done.value.losses) == 2
 
 
-def spelled_tokenizer() -> Any:
-    """Byte by byte, with the special tokens of the templates below as one token each."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    special = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
-               "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>")  # fmt: skip
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", additional_special_tokens=list(special)
-    )
-
-
 def test_borders_in_every_chat_template_that_axolotl_has():
     """One between each two messages, behind what the first says and not behind where the second begins to speak."""
     import axolotl
 
     templates = sorted((Path(axolotl.__file__).parent / "utils" / "chat_templates" / "templates").glob("*.jinja"))
-    tokenizer = spelled_tokenizer()
+    special = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
+               "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>")  # fmt: skip
+    tokenizer = spelled_tokenizer(bos_token="<s>", eos_token="</s>", additional_special_tokens=list(special))
     said = ["What is a cat? Tell me.", "An animal.", "Thanks a lot!", "You are welcome."]
     chat_of = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     read = []

@@ -13,9 +13,9 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
 
 from pose_plugin.training.data_report import look_at_rows
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
-from tests.conftest import make_llama
 from tests.forked import forked
 from tests.integration.trl_runs import Record
+from tests.models import make_llama
 
 # ChatML with answers and the ends of their turns marked for assistant_only_loss.
 MARKED = (

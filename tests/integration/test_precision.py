@@ -16,8 +16,8 @@ from pose_plugin.training.precision import (
     lost_share,
     warning_of_lost_steps,
 )
-from tests.conftest import make_llama
 from tests.forked import forked
+from tests.models import make_llama
 
 pytest.importorskip("peft")
 

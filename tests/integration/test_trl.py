@@ -512,7 +512,7 @@ def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
 
     from pose_plugin import PoSECollator
     from pose_plugin.training import binding
-    from tests.conftest import make_tokenizer
+    from tests.models import make_tokenizer
 
     def case():
         # Tests before this one in the same process may still hold a collator.
@@ -614,7 +614,7 @@ def test_qwen35_trains_and_reloads(tmp_path):
         from trl import SFTConfig, SFTTrainer
 
         from pose_plugin import PoSECollator, extend_context
-        from tests.conftest import make_tokenizer
+        from tests.models import make_tokenizer
 
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
         base = AutoConfig.for_model(

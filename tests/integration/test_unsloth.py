@@ -19,8 +19,8 @@ from pose_plugin.frameworks.unsloth import extended_base
 from pose_plugin.rope import extend_context, inverse_frequencies
 from pose_plugin.training.checks import is_unsloth
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama, make_tokenizer
 from tests.forked import good_ranks
+from tests.models import make_llama, save
 
 TARGET, WINDOW = 512, 64
 
@@ -30,8 +30,7 @@ TARGET, WINDOW = 512, 64
 
 @pytest.fixture
 def base(tmp_path):
-    make_llama().save_pretrained(tmp_path / "base")
-    make_tokenizer().save_pretrained(tmp_path / "base")
+    save(make_llama(), tmp_path / "base")
     return tmp_path / "base"
 
 

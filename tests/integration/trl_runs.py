@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import is_save_probe, make_llama, make_tokenizer
 from tests.forked import made_once
+from tests.models import is_save_probe, make_llama, save
 
 TARGET, WINDOW, ROWS, EPOCHS = 512, 64, 8, 2
 STEPS = ROWS // 2
@@ -50,11 +50,7 @@ def make_model(folder: Path, extended: bool = True, attention: str = "sdpa", **s
 
     from pose_plugin import extend_context
 
-    def write(path: Path) -> None:
-        make_llama(**shape).save_pretrained(path)
-        make_tokenizer().save_pretrained(path)
-
-    base = made_once(folder / "base", write)
+    base = made_once(folder / "base", lambda path: save(make_llama(**shape), path))
     config = AutoConfig.from_pretrained(base)
     if extended:
         config = extend_context(config, target_length=TARGET, rope="yarn")

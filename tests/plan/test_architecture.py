@@ -62,7 +62,7 @@ def test_the_text_part_of_a_model_with_images():
 
 def test_lora_counts_are_those_of_peft():
     peft = pytest.importorskip("peft")
-    from tests.conftest import make_llama
+    from tests.models import make_llama
 
     counted = architecture(make_llama(num_key_value_heads=1).config)
     for targets, saved in (

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pose_plugin.cli.main import main
-from tests.conftest import make_llama, make_tokenizer
+from tests.models import make_llama, save
 from tests.plan.test_architecture import LLAMA3_8B
 
 ROWS = {
@@ -25,8 +25,7 @@ ROWS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_llama().save_pretrained("base")
-    make_tokenizer().save_pretrained("base")
+    save(make_llama(), "base")
     (tmp_path / "llama3").mkdir()
     (tmp_path / "llama3" / "config.json").write_text(json.dumps(LLAMA3_8B))
     for name, row in ROWS.items():

@@ -17,7 +17,7 @@ from pose_plugin.plan.memory import (
     layer_bytes,
     memory,
 )
-from tests.conftest import make_llama
+from tests.models import make_llama
 from tests.plan.test_architecture import LLAMA3_8B
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -146,7 +146,7 @@ def test_rows_of_type_completion():
     from axolotl.utils.samplers import MultipackBatchSampler
     from torch.utils.data import SequentialSampler
 
-    from tests.conftest import make_tokenizer
+    from tests.models import make_tokenizer
 
     strategy = load(make_tokenizer(), DictDefault({"sequence_len": 50, "train_on_inputs": False}), {"field": "text"})
 

@@ -16,7 +16,7 @@ from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.plan.report import text
 from pose_plugin.rope.read import as_config
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama
+from tests.models import make_llama
 from tests.plan.test_architecture import LLAMA3_8B
 
 BASE = {"base_model": "somewhere", "plugins": ["pose_plugin"], "adapter": "beacon", "sequence_len": 65536}

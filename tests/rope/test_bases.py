@@ -14,7 +14,8 @@ from pose_plugin.rope.live import live_rope
 from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log
-from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, build, logits, words
+from tests.models import CONFIGS, SMALL, WINDOW, build, logits
+from tests.rope.plans import words
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
 MINISTRAL = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}

@@ -20,7 +20,7 @@ from pose_plugin.rope import (
     verify_rope,
 )
 from pose_plugin.utils.errors import PoSEError
-from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, build
+from tests.models import CONFIGS, ROTARY_DIM, SMALL, build
 
 KINDS = ["linear", "ntk", "yarn", "yarn-revised", "llama3"]
 

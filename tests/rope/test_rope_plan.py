@@ -27,7 +27,8 @@ from transformers import (
 from pose_plugin.config import RopeSettings
 from pose_plugin.rope import extend_context, kinds, plan_rope, theory
 from pose_plugin.utils.errors import PoSEError
-from tests.rope.rope_models import CONFIGS, SMALL, WINDOW, words
+from tests.models import CONFIGS, SMALL, WINDOW
+from tests.rope.plans import settings, words
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,10 +39,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 KINDS = ["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "auto"]
-
-
-def settings(kind):
-    return {"type": "base", "theta": 2e8} if kind == "base" else kind
 
 
 def llama(**values):

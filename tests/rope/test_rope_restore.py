@@ -9,7 +9,7 @@ import torch
 
 from pose_plugin.rope import extend_context, restore_rope, verify_rope
 from pose_plugin.utils.errors import RopeMismatchError
-from tests.conftest import make_llama
+from tests.models import make_llama
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pose_plugin.config import RopeSettings, parse_settings
 from pose_plugin.rope import extend_context, inverse_frequencies, kinds, plan_rope, theory, verify_rope
 from pose_plugin.rope.stretch import KINDS, RopeKind, as_list
 from pose_plugin.utils.errors import PoSEError
-from tests.rope.rope_models import CONFIGS, WINDOW, build, logits
+from tests.models import CONFIGS, WINDOW, build, logits
 
 TARGET, FACTOR, DIM, THETA = 1024, 16.0, 32, 1e4
 PLAIN = kinds.plain_frequencies(THETA, DIM)
@@ -79,7 +79,7 @@ def test_kind(name, tmp_path):
 def test_a_new_kind_is_one_row(monkeypatch, tmp_path):
     """Settings, plan, config, verification and model card know it from its row."""
     from pose_plugin.export.card import write_card
-    from tests.checkpoints.saved_models import save_full
+    from tests.models import save_full
 
     half = RopeKind(
         "half-linear",

@@ -11,15 +11,12 @@ from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, GPTJCon
 
 from pose_plugin.rope import extend_context, inverse_frequencies, plan_rope, verify_rope
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
-from tests.rope.rope_models import CONFIGS, ROTARY_DIM, SMALL, WINDOW, build, logits
+from tests.models import CONFIGS, ROTARY_DIM, SMALL, WINDOW, build, logits
+from tests.rope.plans import settings
 
 TARGET = 1024
 KINDS = ["linear", "ntk", "base", "yarn", "yarn-revised", "llama3", "auto"]
 FAR = [*range(8), *range(WINDOW + 500, WINDOW + 508)]
-
-
-def settings(kind):
-    return {"type": "base", "theta": 2e8} if kind == "base" else kind
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from tests.models import spelled_tokenizer
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
@@ -15,20 +17,11 @@ SUBJECTS = ("whale", "ship", "harbour", "storm", "captain", "sail", "anchor", "i
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer with one token per byte, so that lengths in tokens are lengths in bytes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    )
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=100000
-    )
+    """Return a tokenizer of bytes with the ChatML template."""
+    found = spelled_tokenizer(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=100000,
+    )  # fmt: skip
     found.chat_template = CHATML
     return found
 

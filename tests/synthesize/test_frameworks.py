@@ -7,8 +7,8 @@ import json
 import pytest
 
 from pose_plugin.cli.main import main
-from tests.conftest import make_llama
 from tests.forked import forked
+from tests.models import make_llama
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import arguments, lines
 from tests.synthesize.server import Server, documents_of, write_answer

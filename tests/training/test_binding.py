@@ -13,7 +13,7 @@ from pose_plugin import PoSECollator, extend_context
 from pose_plugin.training import binding
 from pose_plugin.training.binding import PoSETrainerMixin, add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama, make_tokenizer
+from tests.models import make_llama, make_tokenizer
 
 TARGET = 256
 

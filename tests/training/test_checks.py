@@ -18,7 +18,7 @@ from pose_plugin.training.checks import (
     warning_of_tied_embeddings,
 )
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama
+from tests.models import make_llama
 
 peft = pytest.importorskip("peft")
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from pose_plugin import PoSECollator, extend_context
 from pose_plugin.checkpoints import read_record
 from pose_plugin.training.history import History, last_whole_checkpoint, whole_checkpoint
-from tests.conftest import make_llama, make_tokenizer
+from tests.models import make_llama, make_tokenizer
 
 TARGET = 256
 # Each process fetches the batch after next; a resumed run fetches it again.

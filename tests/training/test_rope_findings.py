@@ -9,8 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArgumen
 from pose_plugin import PoSECollator, extend_context
 from pose_plugin.rope import base_findings
 from pose_plugin.utils.log import log
-from tests.conftest import make_tokenizer
-from tests.rope.rope_models import SMALL
+from tests.models import SMALL, make_tokenizer
 
 
 def test_a_sliding_window_below_the_target_is_reported_at_the_start(tmp_path, caplog, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pose_plugin.utils.models import shells, unwrap
-from tests.conftest import make_llama
+from tests.models import make_llama
 
 
 class Engine(torch.nn.Module):
