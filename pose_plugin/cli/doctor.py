@@ -49,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         "weak model")  # fmt: skip
     add("--model", help="the model's name there (default: the only one)")
     add("--key-variable", metavar="NAME", help="the environment variable that holds the API key")
-    add("--lengths",  help="prompts with a hidden number, in tokens, separated by commas: "
-        "16k,32k (default: half the window and nearly all of it)")  # fmt: skip
+    add("--lengths", help="prompts with a hidden number, in tokens, separated by commas: 16k,32k (default: inside the "
+        "old window, half of the new one, and nearly all of it)")  # fmt: skip
+    add("--compare", metavar="LENGTHS", help="with --like: tokens of the prompts that are continued and compared "
+        "(default: 64,128,256)")  # fmt: skip
+    add("--timeout", type=float, default=600, metavar="SECONDS", help="how long to wait for one answer")
     add("--yes", action="store_true", help="do not ask before requests are sent")
     return run
 
@@ -62,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         PoSEError: no folder is given, one does not exist, or --mend cannot write.
     """
     if args.url:
+        if args.folders or args.mend:
+            raise PoSEError("--url asks a server; name the folder that it serves with --like, or leave --url out")
         return _ask(args)
     if not args.folders:
         raise PoSEError("name a folder, or a server with --url")
@@ -85,44 +90,68 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     """Probe a running server."""
-    from pose_plugin.doctor.server import ANSWER, DEPTHS, LENGTHS, Server, compare, judge, needles
+    from pose_plugin.doctor.compare import LENGTHS, compare, judge
+    from pose_plugin.doctor.server import DEPTHS, Server, judge_needles, needles
 
     key = os.environ.get(args.key_variable) if args.key_variable else None
     if args.key_variable and not key:
         raise PoSEError(f"--key-variable {args.key_variable}: the environment has no such variable; export it first")
     folder = read_folder(args.like, args.base) if args.like else None
-    server = Server(args.url, args.model, key)
-    window = server.window or (folder.maximum if folder else None)
-    if args.lengths:
-        asked = parse_lengths(args.lengths)
-    elif window:
-        asked = [window // 2, round(window * 0.95) - ANSWER]
-    else:
-        raise PoSEError("the server does not state its window; give --lengths, for example --lengths 4k,16k")
-    prompts = len(asked) * len(DEPTHS) + (len(LENGTHS) if folder else 0)
-    total = sum(asked) * len(DEPTHS) + (sum(LENGTHS) if folder else 0)
-    print(f"{server.model} at {args.url}: window {server.window or 'not stated'}")
-    print(f"{prompts} requests, about {total:,} tokens of prompts")
+    server = Server(args.url, args.model, key, args.timeout)
+    hidden = parse_lengths(args.lengths) if args.lengths else _lengths(server.window, folder)
+    compared = (parse_lengths(args.compare) if args.compare else list(LENGTHS)) if folder else []
+    out = sys.stderr if args.json else sys.stdout
+    print(f"{server.model} at {args.url}: window {server.window or 'not stated'}", file=out)
+    requests, total = 1 + len(hidden) * len(DEPTHS) + len(compared), sum(hidden) * len(DEPTHS) + sum(compared)
+    print(f"{requests} requests, about {total:,} tokens of prompts", file=out)
     if not args.yes and sys.stdin.isatty() and input("send them? [y/N] ").strip().lower() != "y":
         return 0
-    findings = []
+    findings, rope = [], None
     if folder:
-        findings = judge(server, folder, compare(server, folder, _text()))
-    missed = 0
-    for needle in tqdm(needles(server, asked), total=len(asked) * len(DEPTHS), desc="needles", disable=None):
-        result = f"refused ({needle.refused})" if needle.refused else "found" if needle.found else "not found"
-        tqdm.write(f"  {needle.tokens or round(needle.words * 1.3):>9,} tokens, depth {needle.depth:.1f}: {result}")
-        missed += not needle.found
-    for finding in findings:
-        print(f"  {finding.severity:<8} {finding}")
-    return max([1 if missed else 0, *(_CODES[finding.severity] for finding in findings)])
+        result = compare(server, folder, _text(max(compared)), compared)
+        findings, rope = judge(server, folder, result), result.verdict
+    asked = []
+    for needle in tqdm(needles(server, hidden), total=len(hidden) * len(DEPTHS), desc="needles", disable=None):
+        asked.append(needle)
+        tqdm.write(f"  {needle}", file=out)
+    findings += judge_needles(asked, rope)
+    if args.json:
+        facts = {key: getattr(server, key) for key in ("url", "model", "window", "chat", "logprobs", "stream")}
+        distances = result.distances if folder else None
+        asked_as_dicts = [vars(needle) for needle in asked]
+        print(json.dumps({**facts, "rope": rope, "distances": distances, "needles": asked_as_dicts,
+                          "findings": [vars(finding) for finding in findings]}))  # fmt: skip
+    else:
+        for finding in findings:
+            print(f"  {finding.severity:<8} {finding}")
+    return max([0, *(_CODES[finding.severity] for finding in findings)])
 
 
-def _text() -> str:
-    """Return ordinary English that every Python has: a page of its own documentation."""
+def _lengths(window: int | None, folder: Folder | None) -> list[int]:
+    """Return the lengths to ask for: inside the old window, half of the new one, and nearly all of it.
+
+    Raises:
+        PoSEError: neither the server nor the folder states a window.
+    """
+    window = window or (folder.maximum if folder else None)
+    if not window:
+        raise PoSEError("the server does not state its window; give --lengths, for example --lengths 4k,16k")
+    old = folder.before if folder else None
+    wanted = {window // 2, round(window * 0.93)} | ({round(old * 0.7)} if old else set())
+    return sorted(length for length in wanted if length <= window)
+
+
+def _text(length: int) -> str:
+    """Return ordinary English of at least `length` tokens that every Python has: pages of its own documentation."""
     import pydoc_data.topics
 
-    return str(pydoc_data.topics.topics["objects"])
+    # The longest first; a token has rarely more than eight characters.
+    text = ""
+    for page in ["objects", *pydoc_data.topics.topics]:
+        text += str(pydoc_data.topics.topics[page])
+        if len(text) > 8 * length:
+            break
+    return text
 
 
 def _as_text(folder: Folder, problems: list[Problem]) -> str:

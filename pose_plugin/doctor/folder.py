@@ -115,6 +115,14 @@ class Folder:
         return whole(self.rope.get("original_max_position_embeddings"))
 
     @property
+    def before(self) -> int | None:
+        """The window before the extension, tokens, by any file."""
+        recorded = self.files.get(RECORD, {}).get("model")
+        noted = self.text.get("pose_plugin")
+        found = [each.get("original_length") for each in (recorded, noted) if isinstance(each, dict)]
+        return self.original or next((whole(each) for each in found if whole(each)), None)
+
+    @property
     def stretched(self) -> bool:
         """Whether one factor stretches this rope."""
         return self.kind in ("linear", "yarn") and (self.factor or 0) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -27,6 +28,8 @@ def make_model(scaled: bool):
     for name, weight in plain.named_parameters():
         if "self_attn" in name or "lm_head" in name:
             weight.data *= 20  # a random model hardly looks at positions otherwise
+    # Only words that the tokenizer does not cut.
+    plain.lm_head.weight.data[:30] = plain.lm_head.weight.data[100:] = 0
     if not scaled:
         return plain
     model = LlamaForCausalLM(extend_context(plain.config, target_length=512, rope="yarn"))
@@ -81,9 +84,9 @@ class Handler(BaseHTTPRequestHandler):
         with torch.inference_mode():
             for _ in range(asked["max_tokens"]):
                 logits = self.server.model(input_ids=torch.tensor([made])).logits[0, -1].log_softmax(-1)
-                made.append(30 + int(logits[30:100].argmax()))
+                made.append(int(logits.argmax()))
                 scores.append(float(logits[made[-1]]))
-        text = " ".join(f"w{i}" for i in made[len(ids) :])
+        text = "".join(f" w{i}" for i in made[len(ids) :])
         choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
         if self.server.logprobs and asked.get("logprobs"):
             choice["logprobs"] = {"token_logprobs": scores, "tokens": text.split(), "top_logprobs": None}
@@ -97,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 def folder(tmp_path, monkeypatch):
     make_model(scaled=True).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(doctor, "_text", lambda: WORDS)
+    monkeypatch.setattr(doctor, "_text", lambda length: WORDS)
     return tmp_path / "model"
 
 
@@ -121,7 +124,7 @@ def test_the_cost_comes_before_the_requests(folder, capsys, monkeypatch):
     with Server(make_model(True)) as server:
         assert main(["doctor", "--url", server.url, "--like", str(folder)]) == 0
         assert server.requests == []
-    assert "9 requests" in capsys.readouterr().out
+    assert "13 requests" in capsys.readouterr().out
 
 
 def test_a_smaller_window_of_the_server_is_a_warning(folder, capsys):
@@ -141,3 +144,101 @@ def test_no_server(capsys):
         pass
     assert ask(server) == 2
     assert server.url in capsys.readouterr().err
+
+
+class Odd(Server):
+    """Needs no model: finds every number, and behaves as a real server of some kind does."""
+
+    def __init__(self, kind):
+        ThreadingHTTPServer.__init__(self, ("127.0.0.1", 0), OddHandler)
+        self.kind, self.requests = kind, []
+
+
+class OddHandler(Handler):
+    def do_GET(self):
+        if self.server.kind == "web page":
+            return self.write(b"<!doctype html>", "text/html")
+        if self.server.kind in ("key", "no list"):
+            status = 401 if self.server.kind == "key" else 500
+            return self.answer({"error": {"message": "Invalid API key"}}, status)
+        model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "me", "meta": {"n_ctx": 1000}}
+        self.answer({"object": "list", "data": [model]})
+
+    def write(self, body, kind):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        kind, chat = self.server.kind, "chat" in self.path
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(asked)
+        refusals = {
+            "only chat": (not chat, 404, "Not Found"),
+            "no log-probabilities": ("logprobs" in asked, 422, "Unexpected fields in the request: {'logprobs'}"),
+            "only streams": (not asked.get("stream"), 400, "stream must be true"),
+            "wrong name": (True, 404, "The model `tiny` does not exist."),
+            "loading": (True, 503, "Loading model"),
+            "broken": (True, 500, "no chat template"),
+        }
+        applies, status, message = refusals.get(kind, (False, 0, ""))
+        if applies:
+            return self.answer({"error": {"message": message}}, status)
+        if kind == "slow":
+            threading.Event().wait(1)
+        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
+        words = prompt.split()
+        read = words[-200:] if kind == "cuts" else words[: len(words) // 2] if kind == "reads the beginning" else words
+        key = re.search(r"pass key is (\d+)\. Remember", " ".join(read))
+        text = f" {key[1]}." if key else " green."
+        choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        counted = len(read if kind == "cuts" else words)
+        usage = {"prompt_tokens": counted, "completion_tokens": 1, "total_tokens": counted + 1}
+        answer = {"id": "1", "created": 0, "model": "tiny", "choices": [choice], "usage": usage}
+        answer["object"] = "chat.completion" if chat else "text_completion"
+        if not asked.get("stream"):
+            return self.answer(answer)
+        self.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode(), "text/event-stream")
+
+
+@pytest.mark.parametrize(
+    "kind, code, shown",
+    [
+        ("plain", 0, "finds the number"),
+        ("only chat", 0, "finds the number"),
+        ("no log-probabilities", 0, "finds the number"),
+        ("only streams", 0, "finds the number"),
+        ("cuts", 2, "prompt_tokens=200"),
+        ("reads the beginning", 1, "--like"),
+        ("key", 2, "--key-variable"),
+        ("no list", 2, "--model"),
+        ("web page", 2, "--model"),
+        ("wrong name", 2, "--model tiny"),
+        ("loading", 2, "Loading model"),
+        ("broken", 2, "no chat template"),
+        ("slow", 2, "--timeout 0.1"),
+    ],
+)
+def test_servers_that_behave_in_other_ways(kind, code, shown, capsys):
+    words = ["--timeout", "0.1"] if kind == "slow" else []
+    with Odd(kind) as server:
+        assert main(["doctor", "--url", server.url, "--lengths", "800", "--yes", *words]) == code
+    captured = capsys.readouterr()
+    assert shown in captured.out + captured.err
+
+
+def test_the_answers_as_json(capsys):
+    with Odd("only chat") as server:
+        assert main(["doctor", "--url", server.url, "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chat"] and found["window"] == 1000 and found["rope"] is None
+    assert [needle["found"] for needle in found["needles"]] == [True] * 6
+
+
+@pytest.mark.parametrize("word", ["some/folder", "--mend=other"])
+def test_options_for_folders_have_no_effect_on_a_server(word, capsys):
+    assert main(["doctor", "--url", "http://localhost:1/v1", word]) == 2
+    assert "--url" in capsys.readouterr().err
