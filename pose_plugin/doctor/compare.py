@@ -2,7 +2,7 @@
 
 The folder's model scores each continuation on this machine, once per rope that a server may compute: as configured,
 without its scaling, and as each inference engine reads the folder. Static scaling changes short texts too, so prompts
-inside the old window are enough. A weak model writes badly under every rope, but one rope still explains its words best.
+inside the old window are enough. A weak model writes badly under every rope, but one rope still explains it best.
 """
 
 from __future__ import annotations
