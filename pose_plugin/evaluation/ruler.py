@@ -8,7 +8,7 @@ authors' generator:
 - Every shuffle is drawn. The authors shuffle with one seed, so that the document with the answer is always at the same
   depth for a given number of documents.
 - Sizes grow by one unit instead of by 10 to 500, so that prompts fill the length, and short lengths have prompts.
-- The examples of `vt` and `cwe` are left out if they take more than half of the length.
+- The examples of `vt` and `cwe` are left out if they take more than a third of the length.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def sentences_of(text: str) -> list[str]:
 class VariableTracking(Task):
     """A number is assigned to a variable, which is assigned to another one, and so on; name all of them.
 
-    An example comes first, if it takes at most half of the length.
+    An example comes first, if it takes at most a third of the length.
     """
 
     hops: int = 4
@@ -350,7 +350,7 @@ class VariableTracking(Task):
 
     def ask(self, data: Data, number: int, length: int, count: Callable[[str], int]) -> Ask:
         lines = self._example_lines(count)
-        with_example = 2 * count(self.example(lines, random.Random(0))) <= length
+        with_example = 3 * count(self.example(lines, random.Random(0))) <= length
 
         def build(size: int, draw: random.Random) -> Question:
             example = f"{self.example(lines, draw)}\n\n\n\n" if with_example else ""
@@ -400,7 +400,7 @@ class VariableTracking(Task):
 class CommonWords(Task):
     """A numbered list of words in which ten words are more frequent than the others; name the ten.
 
-    An example comes first, if it takes at most half of the length. lm-eval makes the example and leaves it out.
+    An example comes first, if it takes at most a third of the length. lm-eval makes the example and leaves it out.
     """
 
     common: int = 10
@@ -415,7 +415,7 @@ class CommonWords(Task):
             numbered = " ".join(f"{i}. {word}" for i, word in enumerate(question.answers, 1))
             return f"{question.text}{numbered}\n"
 
-        with_example = 2 * count(example(random.Random(0))) <= length
+        with_example = 3 * count(example(random.Random(0))) <= length
 
         def build(size: int, draw: random.Random) -> Question:
             before = example(draw) if with_example else ""
