@@ -80,11 +80,13 @@ def train(config: Path) -> None:
     )
 
 
-def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed: int) -> list[Any]:
+def judge(
+    sources: list[tuple[str, str, str | None]], output: Path, trials: int, seed: int, lengths: list[int] = LENGTHS
+) -> list[Any]:
     """Measure passkey and perplexity by length of each model, and return one `ModelResult` per model.
 
     Args:
-        sources: name, folder, and whether to extend the RoPE without training.
+        sources: name, folder, and the kind of RoPE to extend to the longest length without training, if any.
     """
     # Keep the libraries' messages out of the lines of `timed`; errors still come back as exceptions.
     with (output / "judge.log").open("a", encoding="utf-8") as log:
@@ -100,14 +102,14 @@ def judge(sources: list[tuple[str, str, bool]], output: Path, trials: int, seed:
     torch.set_num_threads(1)
     texts = [(output / "data" / "judge.txt").read_text(encoding="utf-8")]
     results = []
-    for name, folder, stretch in sources:
+    for name, folder, rope in sources:
         source = describe(folder, name)
-        if stretch:
-            source = extended(source, 2048, {"type": "linear"}, name)
+        if rope:
+            source = extended(source, lengths[-1], {"type": rope}, name)
         model = load(source)
         # Seeds of evaluation start far from those of training, so that no document occurs in both.
-        keys = passkey(model, source.tokenizer, LENGTHS, trials=trials, seed=1000 + seed, progress=False)
-        loss = perplexity(model, source.tokenizer, texts, LENGTHS, max_tokens=16384, progress=False)
+        keys = passkey(model, source.tokenizer, lengths, trials=trials, seed=1000 + seed, progress=False)
+        loss = perplexity(model, source.tokenizer, texts, lengths, max_tokens=16384, progress=False)
         results.append(ModelResult(name, {result.measure: result for result in (keys, loss)}, facts=source.facts))
     return results
 
@@ -141,15 +143,15 @@ def run(
     # Each evaluation runs in its own process, so that models do not wait for each other.
     with ThreadPoolExecutor(jobs) as pool, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as judges:
 
-        def judged(sources: list[tuple[str, str, bool]]) -> list[Any]:
+        def judged(sources: list[tuple[str, str, str | None]]) -> list[Any]:
             return judges.submit(judge, sources, output, trials, seed).result()
 
         def learn(name: str) -> list[Any]:
             timed(f"axolotl train, {name}", train, write_config(name, runs[name], output, seed, steps))
-            return timed(f"evaluate {name}", judged, [(name, str(folder_of(name, output)), False)])
+            return timed(f"evaluate {name}", judged, [(name, str(folder_of(name, output)), None)])
 
         before = pool.submit(
-            timed, "evaluate the base model", judged, [("original", base, False), ("RoPE only", base, True)]
+            timed, "evaluate the base model", judged, [("original", base, None), ("RoPE only", base, "linear")]
         )
         after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)

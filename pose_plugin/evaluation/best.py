@@ -75,6 +75,8 @@ def best_by_measure(report: Report) -> list[Best]:
         models = [m for m in report.models if name in m.results]
         models = [m for m in models if measure.higher_is_better or m.tokens == report.models[0].tokens]
         for kind in dict.fromkeys(kind for m in models for kind in m.results[name].kinds):
+            if measure.ranked_kinds and kind not in measure.ranked_kinds:
+                continue
             rows = {m.name: m.results[name].by_length(kind) for m in models if kind in m.results[name].kinds}
             shared = sorted(set.intersection(*(set(row) for row in rows.values())))
             title = f"{name} {kind}".strip()

@@ -59,7 +59,9 @@ class Measure(BaseModel):
         needs_evaluator: whether another model has to say first what is measured; see `ask`.
         while_training: whether it can be part of the `evaluate:` block.
         chosen_by: the option that selects it in the command; "" if that is `--tasks`.
+        costly: whether it takes so much longer than the others that `all` leaves it out.
         ranked: whether it takes part in the choice of the best model.
+        ranked_kinds: the kinds that take part; () for all.
         comparison: titles of two more columns that compare a model with the first one; see `compare`.
         texts: what is measured on: texts, or their token ids without special tokens.
         progress: whether to show a progress bar.
@@ -80,7 +82,9 @@ class Measure(BaseModel):
     needs_evaluator: ClassVar[bool] = False
     while_training: ClassVar[bool] = True
     chosen_by: ClassVar[str] = ""
+    costly: ClassVar[bool] = False
     ranked: ClassVar[bool] = True
+    ranked_kinds: ClassVar[tuple[str, ...]] = ()
     comparison: ClassVar[tuple[str, str] | None] = None
 
     texts: list[Any] = []

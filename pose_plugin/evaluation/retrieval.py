@@ -20,12 +20,13 @@ class Prompt:
 
     Attributes:
         kind: e.g. "single".
-        ids: the prompt; with `budget` tokens of answer it is exactly `length` tokens.
+        ids: the prompt; with `budget` tokens of answer it is exactly `length` tokens, or at most (`exact`).
         budget: tokens that are decoded.
         length: tokens of prompt plus answer.
         depth: where the answer is, 0 (start) to 1 (end); None if that does not apply.
         expected: what has to be in the answer.
         distance: tokens from the beginning of the fact asked for to the end of prompt and answer, if known.
+        exact: whether prompt and answer must have exactly `length` tokens.
     """
 
     kind: str
@@ -35,10 +36,12 @@ class Prompt:
     depth: float | None
     expected: tuple[str, ...]
     distance: int | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         # A prompt of another length would silently measure another length.
-        if len(self.ids) + self.budget != self.length:
+        tokens = len(self.ids) + self.budget
+        if tokens > self.length or (self.exact and tokens < self.length):
             raise AssertionError(f"a prompt of {len(self.ids)} + {self.budget} tokens is not {self.length}")
 
 
@@ -71,6 +74,10 @@ class Retrieval(Measure):
     def score(self, answer: str, prompt: Prompt) -> float:
         """Return how much of what was asked for is in an answer, 0 to 1."""
         raise NotImplementedError
+
+    def details(self, answer: str, prompt: Prompt) -> dict[str, Any]:
+        """Return more to keep with an answer."""
+        return {}
 
     def setting(self) -> str:
         """Return what the definition says about the prompts."""
@@ -106,15 +113,17 @@ class Retrieval(Measure):
             return [None] * len(batch)
 
         with evaluating(model), progress_bar(f"{self.name} {length}", len(prompts), "prompt", self.progress) as bar:
-            # Prompts of one length: what the answer takes is taken from the text.
-            for budget in dict.fromkeys(prompt.budget for prompt in prompts):
-                same = [i for i, prompt in enumerate(prompts) if prompt.budget == budget]
+            # A batch has no padding: its prompts have the same number of tokens, and of tokens to decode.
+            sizes = [(prompt.budget, len(prompt.ids)) for prompt in prompts]
+            for size in dict.fromkeys(sizes):
+                same = [i for i, other in enumerate(sizes) if other == size]
                 in_batches(model, same, length, run, self.batch_size)
         first = {prompt.kind: prompt for prompt in reversed(prompts)}
         notes = {kind: chance and f"chance {chance}" for kind, p in first.items() for chance in [self.chance(p)]}
         rows = []
         for i, prompt in enumerate(prompts):
             score, details = self.score(answers[i], prompt), {"expected": list(prompt.expected), "answer": answers[i]}
+            details |= self.details(answers[i], prompt)
             where = (prompt.kind, prompt.depth, prompt.distance)
             rows.append(Row(length, score, 1, *where, note=notes[prompt.kind], details=details))
         examples = {kind: self._tokenizer.decode(first[kind].ids) for kind in self.asked()}

@@ -61,6 +61,11 @@ ROWS = {
         options={"kinds": ["single", "kv"], "trials": 2},
     ),
     "topics": Expected(["topics/first/600", "topics/first/700"], ["topics.csv", "topics.png"], options={"trials": 2}),
+    "ruler": Expected(
+        [f"ruler/{kind}/{n}" for kind in ("vt", "niah_single_1", "average") for n in (600, 700)],
+        ["ruler.csv", "ruler_vt.png", "ruler_niah_single_1.png", "ruler_average.png"],
+        options={"ruler_tasks": ["vt", "niah_single_1"], "trials": 1},
+    ),
     "gap": Expected(["gap_loss/600", "gap_loss/700"], ["gap.csv", "gap.png"], options={"max_windows": 2}),
     "short": Expected(["short_perplexity/99"], ["short.csv"], options={"short_length": 99, "max_windows": 2}),
     "length": Expected(["length/600", "length/700"], ["length.csv", "length.png"], options={"most": 7}),

@@ -29,7 +29,8 @@ def block(tmp_path):
 
 def test_every_option_reaches_the_measures_that_have_it(block, tmp_path):
     given = {"trials": 9, "seed": 4, "depths": [0.5], "filler": str(tmp_path / "filler.txt"), "kinds": ["kv"],
-             "facts": 7, "stride": 7, "max_windows": 3, "max_tokens": 900, "evaluator": "judge", "short_context": 64,
+             "ruler_tasks": ["vt"], "ruler_data": "data", "facts": 7,
+             "stride": 7, "max_windows": 3, "max_tokens": 900, "evaluator": "judge", "short_context": 64,
              "short_length": 99, "batch_size": 2}  # fmt: skip
     # A new option is a row here.
     assert given.keys() == options_of(by_task(while_training=True).values()).keys()

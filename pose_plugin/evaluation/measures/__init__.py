@@ -15,12 +15,14 @@ from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.measures.needle import Needle
 from pose_plugin.evaluation.measures.passkey import Passkey
 from pose_plugin.evaluation.measures.perplexity import Perplexity
+from pose_plugin.evaluation.measures.ruler import Ruler
 from pose_plugin.evaluation.measures.short import Short
 from pose_plugin.evaluation.measures.topics import Topics
 from pose_plugin.utils.errors import Complaints, PoSEError, did_you_mean
 
 MEASURES: dict[str, type[Measure]] = {
-    measure.name: measure for measure in (Passkey, Haystack, Perplexity, Needle, Topics, LongPPL, Gap, Short, Harness)
+    measure.name: measure
+    for measure in (Passkey, Haystack, Perplexity, Needle, Topics, Ruler, LongPPL, Gap, Short, Harness)
 }
 
 
@@ -73,7 +75,7 @@ def choose(tasks: Sequence[str] | None, has_texts: bool, key: str, while_trainin
     """Return the measures that a list of tasks names.
 
     Args:
-        tasks: names; ["all"] for all that can run; None for the default.
+        tasks: names; ["all"] for all that can run and are not costly; None for the default.
         has_texts: whether the user gave texts.
         key: of the setting, for messages.
         while_training: whether it is the `evaluate:` block that names them.
@@ -86,7 +88,7 @@ def choose(tasks: Sequence[str] | None, has_texts: bool, key: str, while_trainin
     if tasks is None:
         return [measure for measure in possible if measure.by_default]
     if list(tasks) == ["all"]:
-        return possible
+        return [measure for measure in possible if not measure.costly]
     complaints = Complaints()
     for name in tasks:
         with complaints:
