@@ -9,8 +9,8 @@ import torch.distributed as dist
 pytest.importorskip("trl")
 
 from pose_plugin import PoSECollator
-from tests.conftest import make_llama, make_tokenizer
 from tests.forked import good_ranks
+from tests.models import make_llama, make_tokenizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
 ROWS = [{"input_ids": list(range(30, 30 + length)), "labels": list(range(30, 30 + length))} for length in (64, 40)]

@@ -13,9 +13,9 @@ from pose_plugin import PoSECollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.utils.errors import PoSEError
-from tests.conftest import make_llama, make_tokenizer
 from tests.forked import forked
 from tests.integration import trl_runs
+from tests.models import make_llama, make_tokenizer
 
 TARGET = trl_runs.TARGET
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pose_plugin.plan.memory import Run, architecture
 from pose_plugin.plan.work import token_operations
-from tests.conftest import make_llama
+from tests.models import make_llama
 from tests.plan.test_architecture import LLAMA3_8B
 from tests.plan.test_memory import SHAPE
 from tests.plan.test_plan import base, plan_of  # noqa: F401 - a fixture
