@@ -145,7 +145,7 @@ def _trl(home: Path, out: Path, run: Run) -> list[str]:
 def _axolotl(home: Path, out: Path, run: Run) -> list[str]:
     values: dict[str, Any] = {
         "base_model": str(BASE),
-        "plugins": ["pose_plugin", *["tests.integration.recorder.OnCPU"] * run.cpu],
+        "plugins": ["pose_plugin"],
         "pose": {"target_length": TARGET, "train_length": WINDOW, "rope": "yarn", "content": "skip"},
         "datasets": [{"path": str(home / "rows.jsonl"), "ds_type": "json", "type": None}],
         "sequence_len": 256,

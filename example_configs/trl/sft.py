@@ -41,13 +41,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target-length", type=int, default=2048, help="the target window in tokens")
     parser.add_argument("--train-length", type=int, default=128, help="the trained window in tokens")
     parser.add_argument("--rope", default="yarn", help="linear, ntk, yarn, llama3, auto, none")
+    parser.add_argument("--sampler", default="pose", help="pose, randpos, …; none for plain positions")
     parser.add_argument("--content", default="skip", help="skip for long texts, contiguous for chats")
     parser.add_argument("--output", default="outputs/trl_sft", help="folder to save to")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step and process")
+    parser.add_argument("--logging-steps", type=int, default=10, help="steps between two lines of the log")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="e.g. 2e-5 for all weights of a large model")
     parser.add_argument("--lora", action="store_true", help="train an adapter instead of all weights")
     parser.add_argument("--qlora", action="store_true", help="the same on a 4-bit base; needs bitsandbytes")
+    parser.add_argument("--deepspeed", help="a DeepSpeed JSON, e.g. for the `deepspeed` launcher")
     parser.add_argument("--evaluate", action="store_true", help="passkey retrieval before and after")
     parser.add_argument("--trials", type=int, default=20, help="passkeys per length")
     return parser.parse_args()
@@ -82,8 +85,9 @@ def main() -> None:
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         gradient_checkpointing=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
-        logging_steps=10,
+        logging_steps=args.logging_steps,
         save_strategy="no",
+        deepspeed=args.deepspeed,
         report_to="none",
     )
 
@@ -124,6 +128,7 @@ def main() -> None:
             target_length=args.target_length,
             train_length=args.train_length,
             rope=args.rope,
+            sampler=args.sampler,
             content=args.content,
         ),
         peft_config=adapter,

@@ -21,6 +21,7 @@ from pose_plugin.beacon.register import find_tuner
 from pose_plugin.beacon.training import IntervalSampler, beacon_gradient_norm, check_beacon_gradients, set_ratio_step
 from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_undivided
+from pose_plugin.training.launch import report_launch
 from pose_plugin.training.precision import watch_small_steps
 from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError
@@ -79,6 +80,7 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     trainer.add_callback(callback)
     offer_trainer(trainer)
     watch_small_steps(trainer)
+    report_launch(trainer)
     return callback
 
 

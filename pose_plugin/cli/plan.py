@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--checkpointing", action="store_true", help="gradient checkpointing (not with a YAML)")
     add("--steps", type=count, help="of the training; default: those of the YAML, or from --rows")
     add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
+    add("--tokens-per-second", type=amount, metavar="N", help="that each GPU trains, for an estimate of the hours")
     add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000)")
     add("--output", metavar="FILE", help="draw a picture: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         # Before the plan, which can take a minute.
         require_matplotlib()
         check_ending(Path(args.output))
-    plan = make_plan(_inputs(args), args.gpu_memory, args.draws)
+    plan = make_plan(_inputs(args), args.gpu_memory, args.draws, args.tokens_per_second)
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         report.draw_plan(plan, args.output)

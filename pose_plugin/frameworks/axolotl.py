@@ -31,7 +31,7 @@ from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.rope.live import builds_text_alone
 from pose_plugin.rope.read import text_config
 from pose_plugin.training.binding import bind
-from pose_plugin.training.checks import refuse_settings, require_undivided
+from pose_plugin.training.checks import refuse_settings, require_rows_fit
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log, show_log
@@ -218,7 +218,7 @@ class _AxolotlPadding:
 def _require_compatible(cfg: Any, settings: PoSESettings) -> None:
     """Raise for keys of the YAML that cannot be combined with a `pose:` block."""
     refuse_settings(cfg.get, _REFUSED, "`pose:`")
-    require_undivided({key: cfg.get(key) for key in ("context_parallel_size", "sequence_parallel_degree")})
+    require_rows_fit({key: cfg.get(key) for key in ("context_parallel_size", "sequence_parallel_degree")}, settings)
     if cfg.get("streaming") and cfg.get("sample_packing"):
         raise PoSEError(
             "streaming=True with sample_packing=True: rows that are packed while they are read do not say where "

@@ -32,31 +32,65 @@ def turn_gpu_kernels_off(cfg: Any) -> None:
         log.info("no GPU: set %s to false, as Axolotl's LoRA kernels need one", ", ".join(unset))
 
 
-def _ranks_on_cpu(cfg: Any) -> bool:
-    """Return whether several ranks of this run share the CPU under DDP. DeepSpeed chooses devices itself."""
-    # Not `fsdp_version`, which Axolotl 0.21 sets by default.
-    sharded = any(cfg.get(key) for key in ("deepspeed", "fsdp", "fsdp_config"))
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return several and not sharded and not torch.accelerator.is_available()
+def _ranks_on_cpu() -> bool:
+    """Return whether several ranks of this run share the CPU."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
 
 
 def prepare_cpu_ranks(cfg: Any) -> None:
-    """Let several ranks run on a CPU: Axolotl expects a GPU per rank, and has no key for this."""
-    if not _ranks_on_cpu(cfg):
+    """Let several ranks run on a CPU: Axolotl expects a GPU per rank, and has no key for this.
+
+    Raises:
+        PoSEError: FSDP, which accelerate silently replaces by DDP without a GPU.
+    """
+    # A device that somebody names (ACCELERATE_TORCH_DEVICE) is theirs to set up.
+    if not _ranks_on_cpu() or "ACCELERATE_TORCH_DEVICE" in os.environ:
         return
+    # Not `fsdp_version`, which Axolotl 0.21 sets by default.
+    if cfg.get("fsdp") or cfg.get("fsdp_config"):
+        raise PoSEError(
+            "fsdp_config needs a GPU per process, and this machine has none. Remove it, or use "
+            "deepspeed: example_configs/deepspeed/zero3.json, which also shards on a CPU"
+        )
     from axolotl.utils import trainer
 
-    # Without it accelerate finds no backend, and each rank would train alone.
-    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     # Asks torch whether two GPUs reach each other, which newer torch answers with an error if there are none.
     trainer.check_cuda_p2p_ib_support = lambda: True
+    if cfg.get("deepspeed"):
+        _prepare_deepspeed(cfg)
+    else:
+        # Without it accelerate finds no backend, and each rank would train alone.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     if os.environ.get("RANK", "0") == "0":
-        log.info("no GPU: all %s ranks train on the CPU (ACCELERATE_USE_CPU=true)", os.environ["WORLD_SIZE"])
+        how = "DeepSpeed over gloo" if cfg.get("deepspeed") else "ACCELERATE_USE_CPU=true"
+        log.info("no GPU: all %s ranks train on the CPU (%s)", os.environ["WORLD_SIZE"], how)
+
+
+def _prepare_deepspeed(cfg: Any) -> None:
+    """Let DeepSpeed run on a CPU. ACCELERATE_USE_CPU would make accelerate leave DeepSpeed out."""
+    import deepspeed
+    from accelerate import PartialState
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Its shared-memory all-reduce is compiled first, which takes a compiler and minutes. gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # ZeRO-2 gathers into views of weights with a gradient, which torch refuses for gloo.
+    torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
+    choose = PartialState._prepare_backend
+
+    def choose_gloo(state: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        backend, kind = choose(state, *args, **kwargs)
+        return backend or "gloo", kind
+
+    # Without a GPU accelerate chooses no backend, and each rank would train alone.
+    PartialState._prepare_backend = choose_gloo
+    # The trainer would make another state, without DeepSpeed.
+    cfg["accelerator_config"] = {**(cfg.get("accelerator_config") or {}), "use_configured_state": True}
 
 
 def place_on_cpu(cfg: Any) -> None:
     """Undo Axolotl's choice of GPU `LOCAL_RANK`, after it has made it and before it loads the model."""
-    if _ranks_on_cpu(cfg):
+    if _ranks_on_cpu() and "ACCELERATE_TORCH_DEVICE" not in os.environ:
         cfg.device_map = {"": "cpu"}
 
 

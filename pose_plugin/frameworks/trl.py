@@ -13,6 +13,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 from pose_plugin.collator import IGNORED_LABEL, Collate, Packing, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
+from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
 from pose_plugin.training.checks import check_row_length
 from pose_plugin.utils.errors import PoSEError
@@ -73,10 +74,16 @@ class PoSECollator(PositionCollator):
 
 
 class _PadLabels:
-    """Pads `input_ids`, `labels` and `token_type_ids`. In rows without labels every token is in the loss."""
+    """Pads `input_ids`, `labels` and `token_type_ids`. In rows without labels every token is in the loss.
+
+    Attributes:
+        multiple: the padded length is a multiple of it, as rows that are split over devices need; TRL's
+            `pad_to_multiple_of`.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.multiple = 1
 
     def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         # Through numpy, which reads a list six times as fast as torch.
@@ -95,7 +102,7 @@ class _PadLabels:
         return {key: self._stacked(rows, filler) for key, (rows, filler) in columns.items()}
 
     def _stacked(self, rows: list[np.ndarray], filler: int) -> torch.Tensor:
-        width = max(map(len, rows))
+        width = -(-max(map(len, rows)) // self.multiple) * self.multiple
         stacked = np.full((len(rows), width), filler, dtype=np.int64)
         for line, row in zip(stacked, rows, strict=True):
             begin = width - len(row) if self.tokenizer.padding_side == "left" else 0
@@ -122,25 +129,36 @@ def _bind_after(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None
 
 
 def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Construct an SFTTrainer; with padding-free rows, wrap the collator that it makes.
-
-    TRL refuses a foreign collator with padding-free rows. So it makes its own first, which ours then wraps.
-    """
+    """Construct an SFTTrainer; with a PoSECollator, check the rows' length and extend a model given by name."""
     from trl import SFTTrainer
 
     given = inspect.signature(SFTTrainer.__init__).bind(trainer, *args, **kwargs)
     collator = given.arguments.get("data_collator")
     config = given.arguments.get("args")
-    if isinstance(collator, PoSECollator) and config is not None:
+    if not isinstance(collator, PoSECollator):
+        construct(trainer, *args, **kwargs)
+        return
+    if config is not None:
         # Before the trainer tokenises the data, which may take hours.
         check_row_length(config, collator.settings)
-    if not isinstance(collator, PoSECollator) or not _padding_free(config):
-        if isinstance(collator, PoSECollator):
-            # An earlier trainer may have had it wrap TRL's.
-            collator.collate = collator._own
-        construct(trainer, *args, **kwargs)
-        if isinstance(collator, PoSECollator) and config is None:
-            check_row_length(trainer.args, collator.settings)
+    with extended_by_name(given.arguments.get("model"), config, collator.settings, collator.target_from_model):
+        _construct(construct, given, collator)
+    if config is None:
+        check_row_length(trainer.args, collator.settings)
+
+
+def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSECollator) -> None:
+    """Construct an SFTTrainer with a PoSECollator; with padding-free rows, wrap the collator that it makes.
+
+    TRL refuses a foreign collator with padding-free rows. So it makes its own first, which ours then wraps.
+    """
+    config = given.arguments.get("args")
+    if not _padding_free(config):
+        # An earlier trainer may have had it wrap TRL's.
+        collator.collate = collator._own
+        if isinstance(collator._own, _PadLabels):
+            collator._own.multiple = getattr(config, "pad_to_multiple_of", None) or 1
+        construct(*given.args, **given.kwargs)
         return
     if not isinstance(collator._own, _PadLabels):
         raise PoSEError(
@@ -149,6 +167,7 @@ def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> Non
         )
     given.arguments["data_collator"] = None
     construct(*given.args, **given.kwargs)
+    trainer = given.args[0]
     collator.collate = trainer.data_collator
     trainer.data_collator = collator
     bind(trainer, collator, pack=_packing(config) or Packing.SEQ_LENGTHS)

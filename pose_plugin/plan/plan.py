@@ -12,6 +12,7 @@ from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.types import Bucket, Plan
+from pose_plugin.plan.work import token_operations
 from pose_plugin.positions import Coverage, affordable_draws, coverage, simulable
 from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import plan_rope
@@ -21,13 +22,19 @@ from pose_plugin.rope.read import as_config
 _DRAWS = 4000
 
 
-def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = None) -> Plan:
+def make_plan(
+    inputs: Inputs,
+    gpu_gib: float | None = None,
+    draws: int | None = None,
+    tokens_per_second: float | None = None,
+) -> Plan:
     """Work out what a run will do.
 
     Args:
         inputs: see `from_yaml`.
         gpu_gib: memory of each GPU; with it, a run that does not fit gets a warning.
         draws: simulated rows for the coverage; default: up to 4000.
+        tokens_per_second: that each GPU trains; with it, hours are estimated.
 
     Raises:
         PoSEError: settings that cannot work.
@@ -35,6 +42,7 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
     values, settings = dict(inputs.config), inputs.settings
     model = architecture(values)
     plan = Plan(inputs, model, memory(model, inputs.run), gpu_bytes=gpu_gib * 2**30 if gpu_gib else None)
+    plan = replace(plan, tokens_per_second=tokens_per_second)
     if settings:
         plan = replace(plan, rope=plan_rope(values, settings.target_length, settings.rope))
     if inputs.beacon is not None:
@@ -42,8 +50,9 @@ def make_plan(inputs: Inputs, gpu_gib: float | None = None, draws: int | None = 
         config = as_config({**values, **stretched})
         plan = replace(plan, beacon=plan_beacon(inputs.beacon, config, inputs.run.window))
     elif settings:
-        full = memory(model, replace(inputs.run, window=settings.target_length))
-        plan = replace(plan, memory_full_length=full, seen=_coverage(settings, draws))
+        full = replace(inputs.run, window=settings.target_length)
+        more = token_operations(model, full) / token_operations(model, inputs.run)
+        plan = replace(plan, memory_full_length=memory(model, full), seen=_coverage(settings, draws), more_work=more)
         plan = replace(plan, buckets=_buckets(plan))
     return replace(plan, warnings=warnings_of(plan))
 
@@ -99,6 +108,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "all": step * inputs.steps if inputs.steps else None,
             "all_full_length": plan.rows * plan.target if plan.rows and plan.target else None,
         },
+        "hours": plan.hours,
+        "hours_full_length": plan.hours_full_length,
         "beacon": plan.beacon.as_dict() if plan.beacon else None,
         "coverage": [bucket.__dict__ for bucket in plan.buckets],
         "parameters": {"all": plan.model.total, "trained": plan.memory.trained_parameters},

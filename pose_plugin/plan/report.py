@@ -116,6 +116,13 @@ def _steps(plan: Plan) -> str:
             f"           full-length rows would be {plan.rows * plan.target:,} tokens, "
             f"{plan.target / plan.window:g} times as many"
         )
+    if plan.hours is not None:
+        lines.append(f"Time       {_hours(plan.hours)} at {plan.tokens_per_second:g} tokens per second on each GPU")
+        if plan.hours_full_length is not None and plan.shorter:
+            lines.append(
+                f"           full-length rows would take {_hours(plan.hours_full_length)}: each of their tokens is "
+                f"{plan.more_work:.3g} times the work"
+            )
     return "\n".join(lines)
 
 
@@ -151,6 +158,10 @@ def _coverage(plan: Plan) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in table]
     return "\n".join(lines)
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f} hours" if value >= 10 else f"{value:.1f} hours"
 
 
 def _gib(value: float) -> str:

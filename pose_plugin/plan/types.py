@@ -37,6 +37,8 @@ class Plan:
         memory_full_length: with rows of the target's length; None if nothing is extended.
         seen: the chance that a row holds each distance; None if nothing is extended or the target is too long.
         gpu_bytes: what a GPU has, if it was given.
+        tokens_per_second: that each GPU trains in this run, if it was given.
+        more_work: how many times as much work a token is in a row of the target's length.
     """
 
     inputs: Inputs
@@ -49,6 +51,8 @@ class Plan:
     buckets: list[Bucket] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     gpu_bytes: float | None = None
+    tokens_per_second: float | None = None
+    more_work: float = 1.0
 
     @property
     def rows_of_step(self) -> int:
@@ -60,6 +64,20 @@ class Plan:
     def rows(self) -> int | None:
         """Return the rows of the training, or None if the number of steps is not known."""
         return self.rows_of_step * self.inputs.steps if self.inputs.steps else None
+
+    @property
+    def hours(self) -> float | None:
+        """Return the hours of the training, or None if the steps or the speed are not known."""
+        if not self.rows or not self.tokens_per_second:
+            return None
+        return self.rows * self.window / (self.tokens_per_second * self.inputs.run.gpus) / 3600
+
+    @property
+    def hours_full_length(self) -> float | None:
+        """Return the hours with as many rows of the target's length, at the same operations per second."""
+        if self.hours is None or self.target is None:
+            return None
+        return self.hours * self.more_work * self.target / self.window
 
     @property
     def window(self) -> int:

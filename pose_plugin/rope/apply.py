@@ -116,8 +116,17 @@ def _raised(text: Any, plan: RopePlan) -> dict[str, int]:
     return {key: maximum for key, value in found.items() if isinstance(value, int) and 0 < value < maximum}
 
 
-def merge_overrides(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> dict[str, Any]:
+def merge_overrides(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any] | None,
+    where: str = "overrides_of_model_config",
+    decided_by: str = "pose.target_length and pose.rope",
+) -> dict[str, Any]:
     """Return the plan's overrides together with the user's own.
+
+    Args:
+        ours, theirs: values of the config by key.
+        where, decided_by: the key that holds the user's, and the settings that decide ours, for the message.
 
     Raises:
         PoSEError: they disagree about the rope or the maximum.
@@ -128,20 +137,20 @@ def merge_overrides(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -
         if name not in ours:
             result[key] = copy.deepcopy(value)
             continue
-        _refuse_contradiction(f"overrides_of_model_config.{key}", ours[name], value)
+        _refuse_contradiction(f"{where}.{key}", ours[name], value, decided_by)
     return result
 
 
-def _refuse_contradiction(path: str, ours: Any, theirs: Any) -> None:
+def _refuse_contradiction(path: str, ours: Any, theirs: Any, decided_by: str) -> None:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         flat = not any(isinstance(value, Mapping) for value in theirs.values())
         wanted = normalise(theirs) if flat and "rope_type" in ours and ("type" in theirs) else theirs
         for key, value in wanted.items():
-            _refuse_contradiction(f"{path}.{key}", ours.get(key), value)
+            _refuse_contradiction(f"{path}.{key}", ours.get(key), value, decided_by)
     elif ours != theirs:
         raise PoSEError(
-            f"{path}={theirs!r} contradicts pose.target_length and pose.rope, which need {ours!r}; remove it, or set "
-            "pose.rope accordingly (none keeps the model's frequencies)"
+            f"{path}={theirs!r} contradicts {decided_by}, which need {ours!r}; remove it, or set rope accordingly "
+            "(none keeps the model's frequencies)"
         )
 
 

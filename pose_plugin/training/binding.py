@@ -29,6 +29,7 @@ from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
 from pose_plugin.training.history import last_whole_checkpoint, whole_checkpoint
 from pose_plugin.training.precision import keep_small_steps
+from pose_plugin.utils.distributed import let_cpu_ranks_resume
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import show_log
 
@@ -62,6 +63,7 @@ class PoSETrainerMixin(_Base):
         checkpoint = None
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             checkpoint = resume_from_checkpoint = whole_checkpoint(os.fspath(resume_from_checkpoint))
+            let_cpu_ranks_resume()
             warn_of_other_settings(checkpoint, self.pose_callback.collator.settings)
         self.pose_callback.history.begin(checkpoint)
         try:

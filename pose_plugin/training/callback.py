@@ -20,8 +20,8 @@ from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
     is_unsloth,
     parallel_sizes,
+    require_rows_fit,
     require_same_rope,
-    require_undivided,
     require_unsloth_fits,
     require_window,
     warning_of_frozen_parts,
@@ -29,6 +29,7 @@ from pose_plugin.training.checks import (
 )
 from pose_plugin.training.data_report import look_at_rows
 from pose_plugin.training.history import History
+from pose_plugin.training.launch import report_launch
 from pose_plugin.training.saving import (
     ModelCard,
     complete_card,
@@ -98,6 +99,7 @@ class PoSECallback(TrainerCallback):
         settings = self.collator.settings
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
+        report_launch(self.trainer)
         with together():
             self._check(model)
             rows = look_at_rows(self.trainer.train_dataset, self.collator)
@@ -118,7 +120,7 @@ class PoSECallback(TrainerCallback):
 
     def _check(self, model: Any) -> None:
         settings = self.collator.settings
-        require_undivided(parallel_sizes(self.trainer, "cp_size", "sp_size"))
+        require_rows_fit(parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
         if is_unsloth(model):
             require_unsloth_fits(model, settings)
         self._verify_frequencies(model)

@@ -12,6 +12,7 @@ from typing import Any
 from pose_plugin.checkpoints import read_record
 from pose_plugin.checkpoints.merge import trains_embeddings_apart
 from pose_plugin.config import PoSESettings
+from pose_plugin.positions import make_sampler
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log
@@ -37,23 +38,44 @@ def refuse_settings(value_of: Callable[[str], Any], refused: Mapping[str, str], 
             raise PoSEError(f"{key}={value!r} cannot be combined with {method}: {why}")
 
 
-def require_undivided(sizes: Mapping[str, Any]) -> None:
+def divided(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that split rows or projections over devices; None, 0 and 1 leave them whole."""
+    return {key: size for key, size in sizes.items() if size not in (None, 0, 1)}
+
+
+def require_undivided(sizes: Mapping[str, Any], otherwise: str = "") -> None:
     """Check that rows and projections are not split over devices (context, sequence and tensor parallelism).
 
     Chunks of a row on different devices would not be kept together: neither the mask nor the rule that finds documents
     reaches the other devices. Beacons also need whole projections.
 
     Args:
-        sizes: for each setting, the number of devices; None, 0 and 1 leave rows whole.
+        sizes: for each setting, the number of devices.
+        otherwise: another fix, for the message.
 
     Raises:
         PoSEError: a size is above 1.
     """
-    for key, size in sizes.items():
-        if size not in (None, 0, 1):
+    for key, size in divided(sizes).items():
+        raise PoSEError(
+            f"{key}={size} splits rows or projections over devices, and the parts of a document would lose each "
+            f"other. Set {key}: 1 and use data parallelism or DeepSpeed ZeRO{otherwise}"
+        )
+
+
+def require_rows_fit(sizes: Mapping[str, Any], settings: PoSESettings) -> None:
+    """Check context and sequence parallelism against the settings: only plain positions can be split over devices.
+
+    Raises:
+        PoSEError: a sampler that skips positions, or an `evaluate:` block, with rows that are split.
+    """
+    if make_sampler(settings).skips:
+        require_undivided(sizes, ". `sampler: none` trains split rows, with plain positions over their whole length")
+    for key, size in divided(sizes).items():
+        if settings.evaluate is not None:
             raise PoSEError(
-                f"{key}={size} splits rows or projections over devices, and the parts of a document would lose each "
-                f"other. Set {key}: 1 and use data parallelism or DeepSpeed ZeRO"
+                f"{key}={size} splits rows over devices inside a training step only, so an `evaluate:` block would ask "
+                "each device for a part of the text. Remove evaluate, and run `pose-plugin evaluate` afterwards"
             )
 
 

@@ -16,6 +16,7 @@ from pose_plugin.checkpoints.probe import take_probe
 from pose_plugin.checkpoints.saved import NO_LIMIT
 from pose_plugin.config import PoSESettings
 from pose_plugin.export.card import write_card
+from pose_plugin.training.checks import divided, parallel_sizes
 from pose_plugin.utils.distributed import outside_training
 from pose_plugin.utils.files import atomic_file, read_json, write_json
 from pose_plugin.utils.log import log
@@ -26,6 +27,10 @@ def probe_of(trainer: Any, settings: PoSESettings) -> dict[str, Any] | None:
 
     Call it on every rank, as FSDP and ZeRO-3 gather weights in the forward.
     """
+    if divided(parallel_sizes(trainer, "cp_size", "sp_size")):
+        # Ulysses and Axolotl's ring attention take the input of any forward for a part of a row.
+        log.info("rows are split over devices, so no probe is taken; `pose-plugin check` compares frequencies only")
+        return None
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)

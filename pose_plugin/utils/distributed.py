@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,21 @@ def together() -> Iterator[None]:
     for rank, text in enumerate(found):
         if text is not None:
             raise PoSEError(f"rank {rank} of {len(found)} failed, so this rank stops too: {text}")
+
+
+@functools.cache
+def let_cpu_ranks_resume() -> None:
+    """Let torch load tensors onto "cpu:0".
+
+    accelerate names the CPU of a rank so, and transformers loads the optimizer of a resumed DDP run onto it, but torch
+    knows only "cpu".
+    """
+
+    def load(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
+
+    # Asked after torch's own CPU (10) and GPU (20).
+    torch.serialization.register_package(30, lambda storage: None, load)
 
 
 @contextmanager

@@ -14,25 +14,19 @@ from axolotl.integrations.base import BasePlugin
 from tests.integration.axolotl_runs import in_this_process
 
 
-class OnCPU(BasePlugin):
-    """What several ranks need where there is no GPU."""
+class FSDPOnCPU(BasePlugin):
+    """What FSDP2 needs if accelerate takes the CPU for a GPU (see `distributed.on_cpu`); the plugin refuses it."""
 
     def register(self, cfg: Any) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            import torch
+        import torch
 
-            # 0.21 asks every run of several ranks about its GPUs, and torch 2.14 raises where there are none.
-            torch.cuda.can_device_access_peer = lambda *devices: True
+        # 0.21 asks every run of several ranks about its GPUs, and torch 2.14 raises where there are none.
+        torch.cuda.can_device_access_peer = lambda *devices: True
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        # The first hook behind the place where Axolotl decides on devices.
+        # The first hook behind the place where Axolotl decides on devices: it numbers them by rank.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # Axolotl numbers devices by rank, and there is one CPU.
             cfg.device_map = {"": "cpu"}
-
-    def get_training_args(self, cfg: Any) -> dict[str, Any] | None:
-        # The state that Axolotl has made for DeepSpeed is kept; the trainer would make one without.
-        return {"accelerator_config": {"use_configured_state": True}} if cfg.deepspeed else None
 
 
 class NoNetwork(BasePlugin):

@@ -63,7 +63,7 @@ def learn(folder: Path, **changes: Any) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         distributed.on_cpu("ddp")
-        changes |= {"plugins": ["pose_plugin", "tests.integration.recorder.OnCPU"], "micro_batch_size": 2 // world}
+        changes |= {"micro_batch_size": 2 // world}
 
     def on_setup(model: Any, trainer: Any) -> None:
         tuner = find_tuner(model)

@@ -12,6 +12,7 @@ from pose_plugin.training.checks import (
     check_row_length,
     frozen_parts,
     refuse_settings,
+    require_rows_fit,
     require_undivided,
     require_unsloth_fits,
     warning_of_frozen_parts,
@@ -112,6 +113,16 @@ def test_rows_split_over_devices_are_refused(size):
 @pytest.mark.parametrize("size", [None, 0, 1])
 def test_whole_rows_are_not(size):
     require_undivided({"cp_size": size, "sp_size": size})
+
+
+def test_rows_with_plain_positions_may_be_split():
+    plain = {"target_length": 512, "sampler": "none"}
+    require_rows_fit({"cp_size": 2}, parse_settings(plain))
+    with pytest.raises(PoSEError, match=r"cp_size=2 .*evaluate"):
+        require_rows_fit({"cp_size": 2}, parse_settings({**plain, "evaluate": {"every": 1}}))
+    with pytest.raises(PoSEError, match=r"cp_size=2 .*`sampler: none`"):
+        require_rows_fit({"cp_size": 2}, parse_settings({"target_length": 512}))
+    require_rows_fit({"cp_size": 1}, parse_settings({"target_length": 512, "evaluate": {"every": 1}}))
 
 
 # -- Unsloth -------------------------------------------------------------------------------------------------------
