@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from peft.utils import PeftType
 from safetensors.torch import load_file
 
@@ -36,16 +36,6 @@ def test_peft_knows_the_method():
     assert PeftType("LORA") is PeftType.LORA
 
 
-def test_the_name_says_what_to_import(tmp_path, monkeypatch):
-    """If the package was not imported, PEFT's KeyError is all that a user sees."""
-    from peft import mapping
-
-    make_beacon().save_pretrained(tmp_path)
-    monkeypatch.delitem(mapping.PEFT_TYPE_TO_CONFIG_MAPPING, NAME)
-    with pytest.raises(KeyError, match="POSE_PLUGIN_BEACON"):
-        PeftConfig.from_pretrained(tmp_path)
-
-
 def test_only_beacons_are_trained():
     """Full copies of q, k, v, o in each layer and one embedding row; biases as the base has them."""
     model = get_peft_model(make_base("qwen2"), make_config())
@@ -58,17 +48,6 @@ def test_only_beacons_are_trained():
             if name != "o_proj":  # Qwen2 has biases on q, k, v
                 expected[f"{prefix}{name}.beacon_proj.default.bias"] = (rows,)
     assert trained == expected
-
-
-def test_peft_can_say_what_is_there():
-    model = make_beacon()
-    status = model.get_model_status()
-    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
-    assert status.num_adapter_layers == 9
-    assert status.trainable_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    with model.disable_adapter():
-        assert not model.get_model_status().enabled
-    assert all(p.requires_grad for n, p in model.named_parameters() if ".beacon_" in n)
 
 
 def test_beacons_begin_as_copies():

@@ -120,9 +120,3 @@ def test_the_yaml_is_a_valid_block():
     values = yaml.safe_load(blocks("yaml")[0])
     prepare(values)
     assert beacon_config(values["beacon"]).ratios == [2, 4, 8, 16, 32]
-
-
-def test_the_capacity_on_the_page():
-    from pose_plugin.beacon.ratios import BeaconWindow
-
-    assert "394,240" in PAGE and BeaconWindow(4096, 1024).capacity(128) == 394240

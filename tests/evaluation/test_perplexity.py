@@ -1,7 +1,6 @@
 import json
 import math
 import random
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from pose_plugin.evaluation import losses as token_loss
 from pose_plugin.evaluation.losses import TokenLoss
 from pose_plugin.evaluation.measures.perplexity import Perplexity, perplexity, sliding
 from pose_plugin.evaluation.memory import LOGIT_BYTES
-from pose_plugin.evaluation.model import greedy, read
+from pose_plugin.evaluation.model import read
 from pose_plugin.evaluation.results import Result
 
 QUIET = {"progress": False}
@@ -173,7 +172,6 @@ def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer,
 
 def test_autocast_is_no_reason_for_a_forward_a_piece(make_llama, tokenizer):
     """Under mixed precision a head called beside the forward would compute in another type."""
-    from pose_plugin.evaluation.losses import TokenLoss
 
     model = make_llama()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -223,14 +221,6 @@ def test_the_cache_goes_by_the_name_that_the_version_and_the_model_know(name, mo
     model.forward = lambda input_ids, past_key_values, use_cache: forward(input_ids, 1, past_key_values=past_key_values)
     assert read(model, torch.zeros(1, 1), "begun") == (None, "grown")
     assert calls == [{name: "begun"}, {"past_key_values": "begun"}]
-
-
-def test_reading_with_a_cache_warns_of_nothing(make_llama):
-    model, ids = make_llama(), torch.tensor([some_ids(40)])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error", FutureWarning)
-        assert greedy(model, ids, 3, chunk=16).shape == (1, 3)
-        assert TokenLoss(model)(ids, 16).shape == (1, 39)
 
 
 def test_some_windows_spread_evenly(make_llama, tokenizer):

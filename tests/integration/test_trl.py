@@ -103,7 +103,6 @@ def packed_before(count=trl_runs.ROWS):
 CASES = {
     "plain": (plain, False),
     "two workers": (workers(2), False),
-    "four workers": (workers(4), False),
     "lora": (lora, False),
     "wrapped": (options(packing=True, packing_strategy="wrapped"), False),
     "bfd": (options(packing=True), True),

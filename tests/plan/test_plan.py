@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from pose_plugin.cli.main import main
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.utils.errors import PoSEError
-from tests.forked import LIMIT
 from tests.plan.test_architecture import LLAMA3_8B
 
 ROOT = Path(__file__).parent.parent.parent
@@ -315,16 +312,6 @@ def test_refused(base, tmp_path, capsys, line, text):
     assert text in capsys.readouterr().err
 
 
-def test_importing_the_package_imports_no_torch():
-    """torch and transformers are imported when a plan is made, so that --help is fast."""
-    code = (
-        "import sys, pose_plugin.cli.plan, pose_plugin.plan.report; "
-        "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
     (tmp_path / "x.yaml").write_text("a: 1")
     with pytest.raises(PoSEError, match="has no base_model"):
@@ -399,19 +386,6 @@ def test_yamls_that_are_not_text_or_have_no_base(tmp_path, content):
     (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(PoSEError, match=r"is not valid YAML|has no base_model"):
         from_yaml(tmp_path / "x.yaml")
-
-
-def test_assumptions_are_noted(base):
-    notes = [
-        from_values(values(base, **changes)).notes[0]
-        for changes in (
-            {"adapter": "other"},
-            {"adapter": "qlora"},
-            {"bf16": "full"},
-        )
-    ]
-    words = "adapter=other", "load_in_4bit", "bf16='full'"
-    assert [word in text for word, text in zip(words, notes, strict=True)] == [True] * 3
 
 
 def test_a_config_that_is_not_json(tmp_path):

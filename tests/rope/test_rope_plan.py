@@ -24,7 +24,6 @@ from transformers import (
     Qwen2VLConfig,
 )
 
-from pose_plugin.config import RopeSettings
 from pose_plugin.rope import extend_context, kinds, plan_rope, theory
 from pose_plugin.utils.errors import PoSEError
 from tests.models import CONFIGS, SMALL, WINDOW
@@ -193,12 +192,6 @@ def test_the_old_spelling_type_is_accepted():
     assert "type" not in plan.rope_parameters
     raw = plan_rope({**config, "model_type": "unheard-of", "rope_theta": 1e4}, 4096)
     assert raw.rope_parameters == plan.rope_parameters
-
-
-@pytest.mark.parametrize("target", [16384.0, "16384 tokens", True, 0])
-def test_target_length_must_be_a_whole_number(target):
-    with pytest.raises(PoSEError, match="target_length"):
-        plan_rope(llama(), target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -463,11 +456,6 @@ def test_settings_that_contradict_each_other(rope, words):
     with pytest.raises(PoSEError) as error:
         plan_rope(llama(), 32768, rope)
     assert all(word in str(error.value) for word in words)
-
-
-def test_settings_object_is_accepted():
-    plan = plan_rope(llama(), 32768, RopeSettings(type="linear"))
-    assert plan.rope_parameters == WRITTEN["linear"]
 
 
 def test_phi3_default_window_does_not_come_from_its_unused_original_length():
