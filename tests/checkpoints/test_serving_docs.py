@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from pose_plugin.checkpoints import check, reload_worker
 from pose_plugin.cli.main import main
 from tests.models import extended, make_tokenizer, save_adapter, save_full
-from tests.test_docs import ROOT, blocks, commands
+from tests.pages import ROOT, benchmark, blocks, commands, committed
 
 pytest.importorskip("peft")
 
@@ -52,23 +49,14 @@ def test_snippets(home):
     assert names["model"].config.max_position_embeddings == 512
 
 
-def benchmark() -> ModuleType:
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("engines")
-    finally:
-        sys.path.remove(folder)
-
-
 def test_the_table_is_what_was_measured():
-    results = json.loads((ROOT / "benchmarks" / "results" / "engines.json").read_text())
-    assert benchmark().table(results) in PAGE.read_text(encoding="utf-8")
+    results = committed("engines")
+    assert benchmark("engines").table(results) in PAGE.read_text(encoding="utf-8")
 
 
 def test_a_quick_run_without_engines(tmp_path):
     """The part that needs nothing installed: models are made, the table is printed."""
-    module = benchmark()
+    module = benchmark("engines")
     module.save_model(tmp_path / "model", "yarn")
     assert main(["check", str(tmp_path / "model")]) == 0
     assert "| yarn | – | – | – | – |" in module.table({"ropes": {"yarn": {}}, "passkey": None})

@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from tests.forked import LIMIT, CaseError, Once, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
-from tests.test_docs import blocks
+from tests.pages import blocks
 
 # Kind of run and ZeRO stage, as accelerate names them.
 KINDS = {

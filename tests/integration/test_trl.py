@@ -19,6 +19,7 @@ from pose_plugin.cli.main import main
 from tests.conftest import REPLACES
 from tests.forked import LIMIT, CaseError, forked
 from tests.integration import distributed, trl_runs
+from tests.integration.records import unbind_all
 from tests.integration.trl_runs import ROWS, STEPS, TARGET, WINDOW
 
 ROOT = Path(__file__).parents[2]
@@ -510,16 +511,10 @@ def test_constructors_are_as_they_were_when_the_last_collator_is_gone():
     from trl import SFTTrainer
 
     from pose_plugin import PoSECollator
-    from pose_plugin.training import binding
     from tests.models import make_tokenizer
 
     def case():
-        # Tests before this one in the same process may still hold a collator.
-        gc.unfreeze()
-        gc.collect()
-        for place, entry in binding._wrapped.items():
-            setattr(*place, entry.original)
-        binding._wrapped.clear()
+        unbind_all()
         before = Trainer.__init__, SFTTrainer.__init__
         collator = PoSECollator(make_tokenizer(), target_length=64)
         assert Trainer.__init__ is not before[0] and SFTTrainer.__init__ is not before[1]

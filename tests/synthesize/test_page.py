@@ -13,10 +13,10 @@ from pose_plugin.cli.parser import Parser
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import Settings, parse_settings
 from pose_plugin.utils.errors import PoSEError
+from tests.pages import ROOT, blocks
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import lines, manifest
 from tests.synthesize.server import Server
-from tests.test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs" / "synthesize.md"
 
