@@ -90,7 +90,7 @@ def _name(action: argparse.Action) -> str:
 
 def count(text: str, least: int = 1, most: int = 10**15) -> int:
     """Return a whole number from `least` to `most`. Raise PoSEError for anything else."""
-    # int() refuses texts of thousands of digits by an error of its own.
+    # int() raises its own error for texts of thousands of digits.
     number = int(text) if re.fullmatch(r"[0-9]{1,16}", text) else -1
     if not least <= number <= most:
         raise PoSEError(f"{shown(text)} is not a whole number from {least} to {most}")
