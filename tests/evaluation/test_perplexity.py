@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pose_plugin.evaluation import losses as token_loss
 from pose_plugin.evaluation.losses import TokenLoss
@@ -122,31 +123,19 @@ def test_logits_come_in_pieces(make_llama, tokenizer, monkeypatch):
     assert LOGIT_BYTES == 64 * 2**20
 
 
-@pytest.mark.parametrize("how", ["foreign head", "peft", "capped", "scaled", "multiplied"])
+# Model type: what its class does to the logits of its head.
+CHANGED = {"gemma2": {"final_logit_softcapping": 0.5, "head_dim": 8}, "granite": {"logits_scaling": 0.1},
+           "cohere": {"logit_scale": 8.0}}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["foreign head", "peft", *CHANGED])
 def test_models_whose_logits_are_more_than_head_of_hidden(make_llama, tokenizer, how):
     """With the model's own full logits as the reference."""
-    if how == "capped":
-        from transformers import Gemma2Config, Gemma2ForCausalLM
-
-        model = Gemma2ForCausalLM(
-            Gemma2Config(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                         head_dim=8, num_attention_heads=4, num_key_value_heads=2,
-                         final_logit_softcapping=0.5)
-        ).eval()  # fmt: skip
-    elif how == "scaled":
-        from transformers import GraniteConfig, GraniteForCausalLM
-
-        model = GraniteForCausalLM(
-            GraniteConfig(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                          num_attention_heads=4, logits_scaling=0.1)
-        ).eval()  # fmt: skip
-    elif how == "multiplied":
-        from transformers import CohereConfig, CohereForCausalLM
-
-        model = CohereForCausalLM(
-            CohereConfig(vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=4, logit_scale=8.0)
-        ).eval()  # fmt: skip
+    if how in CHANGED:
+        sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model(how, **sizes, **heads, **CHANGED[how])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     elif how == "peft":
         from peft import LoraConfig, get_peft_model
 

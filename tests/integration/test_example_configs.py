@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import forked
-from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, import_axolotl
+from tests.integration.axolotl_runs import import_axolotl, probe_logits
 from tests.integration.example_runs import (
     BASES,
     FOLDER,
@@ -290,16 +290,4 @@ def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
                 torch.testing.assert_close(loaded[name.replace(".weight", ".modules_to_save.weight")], saved[name])
         assert any("lora_B" in n and v.abs().max() > 0 for n, v in saved.items())
     if done.logits.size:
-        model.eval()
-        ids = torch.tensor(PROBE_TOKENS)
-        with torch.no_grad():
-            logits = model(
-                input_ids=ids,
-                position_ids=torch.tensor(PROBE_POSITIONS),
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-            ).logits
-        np.testing.assert_allclose(logits.float().numpy(), done.logits, atol=2e-4)
-
-
-# -- what the files say of themselves ------------------------------------------------------------------------------
+        np.testing.assert_allclose(probe_logits(model), done.logits, atol=2e-4)

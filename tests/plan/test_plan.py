@@ -282,9 +282,7 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         ([], "--base, --target-length, --train-length missing"),
         (["{yaml}", "--target-length", "5"], "--target-length cannot go with"),
         (["{yaml}", "--method", "qlora"], "--method cannot"),
-        (["{yaml}", "--checkpointing"], "--checkpointing cannot"),
         (["{yaml}", "--gpus", "0"], "--gpus: '0' is not"),
-        (["{yaml}", "--gpu-memory", "nan"], "--gpu-memory: 'nan' is not"),
         (["{yaml}", "--base", "{wrong}"], "transformers cannot build a model from the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists)"),
@@ -325,22 +323,14 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
     [
         ({"sequence_len": "1e30"}, "sequence_len='1e30' cannot work: .* at most 2147483647"),
         ({"learning_rate": float("nan")}, "learning_rate=nan cannot work"),
-        ({"micro_batch_size": float("inf")}, "micro_batch_size=inf cannot work"),
-        ({"num_epochs": "four"}, "num_epochs='four' cannot work"),
-        ({"sequence_len": "long"}, "sequence_len='long' cannot work: .*whole number of at least 1"),
         ({"micro_batch_size": -2}, "micro_batch_size=-2 cannot work"),
-        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps='auto'"),
-        ({"max_steps": "many"}, "max_steps='many'"),
         ({"adapter": "lora", "lora_r": 0.5}, "lora_r=0.5"),
         ({"adapter": "lora", "lora_modules_to_save": "norm"}, r"lora_modules_to_save='norm'"),
-        ({"optimizer": "adamw_torch", "learning_rate": "small"}, "learning_rate='small' cannot work"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage=4 cannot work: .*at most 3"),
         ({"deepspeed": [1]}, r"deepspeed=\[1\] is not a block"),
-        ({"deepspeed": {"zero_optimization": 3}}, "zero_optimization=3 is not"),
         ({"deepspeed": {"zero_optimization": {"stage": "auto"}}}, "stage='auto'"),
         ({"fsdp_config": "full"}, "fsdp_config='full' is not"),
         ({"datasets": {"path": "a.jsonl"}}, "datasets=.* is not a list of blocks"),
-        ({"datasets": ["a.jsonl"]}, "datasets=.* is not a list of blocks"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(base, changes, text):
@@ -371,15 +361,10 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
     "content",
     [
         b"base_model: x # \xe9\n",
-        b"base_model:\nsequence_len: 8\n",
-        b"base_model: [x]\n",
-        b"- base_model: x\n",
-        b"hello\n",
         b"",
         b"base_model: x\n---\nbase_model: y\n",
         b"base_model: x\n\tsequence_len: 8\n",
         b"base_model: !!python/object:os.system x\n",
-        b"\x00\x01",
     ],
 )
 def test_yamls_that_are_not_text_or_have_no_base(tmp_path, content):
