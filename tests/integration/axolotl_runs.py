@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.forked import made_once
-from tests.integration.records import Document, documents_of, moved
+from tests.integration.records import Document, documents_of, logits_far_out, moved
 from tests.models import is_save_probe, make_llama, save
 
 # The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
@@ -178,33 +178,13 @@ class Run:
     inverse_frequencies: np.ndarray
     attention: str
     callbacks: list[str]
-    logits: np.ndarray
+    logits: list[list[float]]
 
     def of(self, kind: str) -> list[Batch]:
         return [batch for batch in self.batches if batch.kind == kind]
 
     def documents(self, kind: str = "train") -> list[Document]:
         return [document for batch in self.of(kind) for document in batch.documents()]
-
-
-PROBE_TOKENS = [[33, 41, 49, 57, 65, 73, 81, 89]]
-PROBE_POSITIONS = [[0, 1, 2, 60, 200, 201, 400, 511]]
-
-
-def probe_logits(model: Any) -> np.ndarray:
-    """Logits of a fixed input whose positions reach past the base's window of 64."""
-    import torch
-
-    model.eval()
-    ids = torch.tensor(PROBE_TOKENS)
-    with torch.no_grad():
-        out = model(
-            input_ids=ids,
-            position_ids=torch.tensor(PROBE_POSITIONS),
-            attention_mask=torch.ones_like(ids),
-            use_cache=False,
-        )
-    return out.logits.float().numpy()
 
 
 def run(values: dict[str, Any]) -> Run:
@@ -238,5 +218,5 @@ def run(values: dict[str, Any]) -> Run:
         attention=model.config._attn_implementation,
         callbacks=[type(callback).__name__ for callback in trainer.callback_handler.callbacks],
         # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
-        logits=np.zeros(0) if values.get("load_in_4bit") else probe_logits(model),
+        logits=[] if values.get("load_in_4bit") else logits_far_out(model),
     )

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import numpy as np
 import yaml
 
-from tests.integration.axolotl_runs import probe_logits, train
-from tests.integration.records import moved
+from tests.integration.axolotl_runs import train
+from tests.integration.records import logits_far_out, moved
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example_configs"
@@ -426,7 +426,7 @@ class ExampleRun:
     quantized: tuple[str, bool] | None
     sampler: str
     inverse_frequencies: np.ndarray
-    logits: np.ndarray
+    logits: list[list[float]]
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -473,6 +473,6 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
         sampler=seen["sampler"],
         inverse_frequencies=frequencies[0].double().numpy(),
         # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
-        logits=np.zeros(0) if values.get("load_in_4bit") else probe_logits(model),
+        logits=[] if values.get("load_in_4bit") else logits_far_out(model),
         arguments={name: getattr(trainer.args, name, None) for name in _ARGUMENTS},
     )

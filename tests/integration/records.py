@@ -1,13 +1,20 @@
-"""What runs of any framework record: the documents that reached the model, and the ratios that beacons drew."""
+"""What runs of any framework record: documents that reached the model, logits far out, and ratios that beacons drew."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.forked import LIMIT
 
 Document = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -36,6 +43,64 @@ def documents_of(tokens: Any, positions: Any, mask: Any = None) -> list[Document
         (tuple(tokens[row, begin:end].tolist()), tuple(positions[row, begin:end].tolist()))
         for row, begin, end in spans(tokens, positions, mask)
     ]
+
+
+# An input whose positions reach past the base's window of 64 to the end of the target.
+PROBE = ([[33, 41, 49, 57, 65, 73, 81, 89]], [[0, 1, 2, 60, 200, 201, 400, 511]])
+
+
+def logits_far_out(model: Any) -> list[list[float]]:
+    """Return the logits of the probe, (tokens, vocabulary)."""
+    import torch
+
+    was = model.training
+    model.eval()
+    ids, places = map(torch.tensor, PROBE)
+    with torch.no_grad():
+        out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False)
+    model.train(was)
+    return out.logits[0].float().tolist()
+
+
+RELOAD = """
+import json, os, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pose_plugin", "axolotl"):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+base, (tokens, positions), *folders = json.loads(sys.argv[1])
+ids, places, answers = torch.tensor(tokens), torch.tensor(positions), []
+for folder in folders:
+    adapter, config = os.path.exists(folder + "/adapter_config.json"), AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(base if adapter else folder, config=config, dtype=torch.float32)
+    if adapter:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, folder)
+    with torch.no_grad():
+        out = model.eval()(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    answers.append((out.logits[0].tolist(), AutoTokenizer.from_pretrained(folder).model_max_length))
+print("RESULT" + json.dumps(answers))
+"""
+
+
+def reloaded_without_us(base: Path, folders: list[Path]) -> list[tuple[list[list[float]], int]]:
+    """Return (logits of the probe, the tokenizer's limit) of saved folders, in a process that has neither this package
+    nor Axolotl."""
+    request = json.dumps([str(base), PROBE, *map(str, folders)])
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, request],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=base,
+        # Otherwise torch would ask for the plugin itself.
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert "RESULT" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULT")[1])
 
 
 def watch_draws(tuner: Any) -> list[tuple[int, list[int]]]:

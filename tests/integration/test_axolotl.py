@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,9 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import draw_windows
 from pose_plugin.utils.errors import FORGOTTEN_LINE
-from tests.forked import LIMIT, CaseError, Outcome, forked
-from tests.integration.axolotl_runs import (
-    LORA,
-    PROBE_POSITIONS,
-    PROBE_TOKENS,
-    Run,
-    base_yaml,
-    import_axolotl,
-    load_cfg,
-    run,
-)
+from tests.forked import CaseError, Outcome, forked
+from tests.integration.axolotl_runs import LORA, Run, base_yaml, import_axolotl, load_cfg, run
+from tests.integration.records import reloaded_without_us
 
 pytestmark = pytest.mark.axolotl
 
@@ -339,51 +329,13 @@ def test_saved_folder(runs, name, part):
     assert (folder / "adapter_config.json").exists() == (name in ("lora", "qlora"))
 
 
-RELOAD = """
-import json, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("pose_plugin", "axolotl"):
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Blocked())
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-base, tokens, positions, *folders = json.loads(sys.argv[1])
-answers = []
-for folder, adapter in folders:
-    config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(base if adapter else folder, config=config, dtype=torch.float32)
-    if adapter:
-        from peft import PeftModel
-        model = PeftModel.from_pretrained(model, folder)
-    ids = torch.tensor(tokens)
-    with torch.no_grad():
-        out = model.eval()(input_ids=ids, position_ids=torch.tensor(positions), attention_mask=torch.ones_like(ids))
-    answers.append((out.logits.tolist(), AutoTokenizer.from_pretrained(folder).model_max_length))
-print(json.dumps(answers))
-"""
-
-
 def test_saved_folders_reload_without_the_plugin(runs):
     """To the same logits, far past the base's window, in a process that has neither the plugin nor Axolotl."""
     names = ["full", "lora", "packed", "lora, embeddings and norms"]
     wanted = [runs.method(name).logits for name in names]
-    folders = [
-        (str(runs.folder(name) / "out" / part), "lora" in name) for part in ("", "checkpoint-2") for name in names
-    ]
-    request = json.dumps([str(runs.home / "base"), PROBE_TOKENS, PROBE_POSITIONS, *folders])
-    done = subprocess.run(
-        [sys.executable, "-c", RELOAD, request],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=runs.home,
-        # Otherwise torch would ask for the plugin itself.
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (logits, longest), want in zip(json.loads(done.stdout.splitlines()[-1]), wanted * 2, strict=True):
-        np.testing.assert_allclose(np.array(logits), want, atol=1e-5)
+    folders = [runs.folder(name) / "out" / part for part in ("", "checkpoint-2") for name in names]
+    for (logits, longest), want in zip(reloaded_without_us(runs.home / "base", folders), wanted * 2, strict=True):
+        np.testing.assert_allclose(logits, want, atol=1e-5)
         assert longest == TARGET
 
 

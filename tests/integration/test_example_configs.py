@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import forked
-from tests.integration.axolotl_runs import import_axolotl, probe_logits
+from tests.integration.axolotl_runs import import_axolotl
 from tests.integration.example_runs import (
     BASES,
     FOLDER,
@@ -35,6 +35,7 @@ from tests.integration.example_runs import (
     write_data,
     write_tiny,
 )
+from tests.integration.records import logits_far_out
 
 pytestmark = pytest.mark.axolotl
 
@@ -289,5 +290,5 @@ def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
                 assert not torch.equal(saved[name], base[name.removeprefix("base_model.model.")]), "not trained"
                 torch.testing.assert_close(loaded[name.replace(".weight", ".modules_to_save.weight")], saved[name])
         assert any("lora_B" in n and v.abs().max() > 0 for n, v in saved.items())
-    if done.logits.size:
-        np.testing.assert_allclose(probe_logits(model), done.logits, atol=2e-4)
+    if done.logits:
+        np.testing.assert_allclose(logits_far_out(model), done.logits, atol=2e-4)

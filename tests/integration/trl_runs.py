@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import made_once
-from tests.integration.records import Document, documents_of
+from tests.integration.records import Document, documents_of, logits_far_out
 from tests.models import is_save_probe, make_llama, save
 
 TARGET, WINDOW, ROWS, EPOCHS = 512, 64, 8, 2
@@ -138,20 +138,6 @@ class Record:
         elif torch.is_grad_enabled():  # the self-test runs without gradients
             self.masked.add(mask is not None)
             self.steps.append(documents_of(kwargs["input_ids"], positions, mask))
-
-
-def logits_far_out(model: Any) -> list[list[float]]:
-    """Logits of 16 tokens at positions 300 to 315, past the old window of 64."""
-    import torch
-
-    was = model.training
-    model.eval()
-    with torch.no_grad():
-        ids = torch.arange(20, 36)[None]
-        places = torch.arange(300, 316)[None]
-        logits = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits
-    model.train(was)
-    return logits[0].float().tolist()
 
 
 def run(trainer: Any, resume: str | None = None, save: bool = True) -> dict[str, Any]:
