@@ -243,21 +243,6 @@ def test_begin_token_as_the_tokenizer_does_it(make_llama, tokenizers_by_name):
     assert result.by_length()[32].n == len(without(text)["input_ids"]) - 1
 
 
-def test_definition_and_metrics(make_llama, tokenizer):
-    result = perplexity(make_llama(), tokenizer, [some_ids(100)], [16, 32], stride=20, max_tokens=64, **QUIET)
-    for part in (
-        "16: stride 15",
-        "32: stride 20",
-        "cut to 64 tokens",
-        "no begin-of-text token",
-        "63 tokens in 3 windows",
-    ):
-        assert part in result.described
-    assert result.metrics() == {f"perplexity/{n}": result.by_length()[n].score for n in (16, 32)}
-    row = result.by_length()[32]
-    assert (row.n, row.details["windows"], row.details["stride"], len(result.view("position"))) == (63, 3, 20, 16)
-
-
 def test_state_is_as_before(make_llama, tokenizer):
     model = make_llama(attention_dropout=0.5).train()
     state = torch.get_rng_state()
