@@ -90,7 +90,7 @@ def effect(model: Any, batch: dict[str, Any], jumps: bool = True) -> Effect:
 
     given = [batch.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
     tokens, places, mask = (None if each is None else each.cpu().numpy() for each in given)
-    documents = spans(tokens, places, mask)
+    documents = list(spans(tokens, places, mask))
     row, begin, end, jump = next(
         (row, a, b, a + cut)
         for row, a, b in sorted(documents, key=lambda each: each[1], reverse=True)
