@@ -7,6 +7,7 @@ Tokenizers: `make_tokenizer` (words), `spelled_tokenizer` (bytes), `bpe_tokenize
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -236,37 +237,31 @@ SMALL = {
 }
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
+
+def small_config(model_type: str, **changes: Any) -> Any:
+    """A config of a family with the sizes of SMALL."""
+    # A copy: some classes complete the rope dict that they are given in place.
+    return t.CONFIG_MAPPING[model_type](**copy.deepcopy({**SMALL, **changes}))
+
+
+GPT_OSS_ROPE = {"rope_type": "default", "rope_theta": 150000.0}
+DEEPSEEK = {
+    "num_key_value_heads": 2, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CONFIGS = {
-    "llama": lambda: t.LlamaConfig(**SMALL),
-    "qwen3": lambda: t.Qwen3Config(**SMALL, head_dim=48, rope_theta=1e6),
-    "mistral": lambda: t.MistralConfig(**SMALL, sliding_window=None),
-    "gemma2": lambda: t.Gemma2Config(**SMALL, head_dim=32),
-    "gemma3": lambda: t.Gemma3TextConfig(**SMALL, **LAYERS, head_dim=32),
-    "phi3": lambda: t.Phi3Config(**SMALL, partial_rotary_factor=0.5),
-    "olmo3": lambda: t.Olmo3Config(**SMALL, **LAYERS),
-    "gpt_neox": lambda: t.GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 2}, rotary_pct=0.5),
-    "gpt_oss": lambda: t.GptOssConfig(
-        **SMALL,
-        **LAYERS,
-        head_dim=32,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
-    ),
-    "deepseek_v3": lambda: t.DeepseekV3Config(
-        **{**SMALL, "num_key_value_heads": 2},
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=16,
-        first_k_dense_replace=2,
-    ),
+    "llama": lambda: small_config("llama"),
+    "qwen3": lambda: small_config("qwen3", head_dim=48, rope_theta=1e6),
+    "mistral": lambda: small_config("mistral", sliding_window=None),
+    "gemma2": lambda: small_config("gemma2", head_dim=32),
+    "gemma3": lambda: small_config("gemma3_text", **LAYERS, head_dim=32),
+    "phi3": lambda: small_config("phi3", partial_rotary_factor=0.5),
+    "olmo3": lambda: small_config("olmo3", **LAYERS),
+    "gpt_neox": lambda: small_config("gpt_neox", num_key_value_heads=2, rotary_pct=0.5),
+    "gpt_oss": lambda: small_config("gpt_oss", **LAYERS, **EXPERTS, head_dim=32, rope_parameters=GPT_OSS_ROPE),
+    "deepseek_v3": lambda: small_config("deepseek_v3", **DEEPSEEK),
 }
 # The dimensions of a head that turn, as each family defines them.
 ROTARY_DIM = {

@@ -133,11 +133,6 @@ print(base.load_plugin("pose_plugin"), len({WAITING}), hasattr(base.load_plugin.
     assert out == "('pose_plugin', 'PosePlugin') 0 False"
 
 
-def test_installing_twice_waits_once(tmp_path):
-    code = f"from pose_plugin_hook import install\ninstall(); install()\nprint(len({WAITING}))"
-    assert good(code, fake_axolotl(tmp_path)) == "1"
-
-
 def test_version_with_entry_points_is_left_alone(tmp_path):
     out = good(
         """
@@ -207,26 +202,6 @@ for _ in range(2):
     assert out.splitlines() == ["2.0", name, name]
 
 
-def test_torch_imports_without_axolotl(tmp_path, installed):
-    out = good(
-        """
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "axolotl":
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Blocked())
-import torch
-print(torch.ones(2).sum().item())
-try:
-    import axolotl.integrations.base
-except ModuleNotFoundError as error:
-    print(error)
-""",
-        tmp_path,
-    )
-    assert out.splitlines() == ["2.0", "axolotl"]
-
-
 BROKEN = {
     "a merge conflict": {"__init__.py": "<<<<<<< HEAD\n", "_autoload.py": "PATCHES = {}\n"},
     "a file of 0 bytes": {"__init__.py": "", "_autoload.py": ""},
@@ -286,24 +261,6 @@ print(torch.ones(2).sum().item(), base.load_plugin("a.B"))
     fake_axolotl(tmp_path)
     for first in ("", "import axolotl.integrations.base"):
         assert good(code.replace("FIRST", first), tmp_path) == "2.0 ('a', 'B')"
-
-
-def test_autoload_turned_off(tmp_path, installed):
-    out = good(
-        f"""
-import torch
-print(len({WAITING}))
-from axolotl.integrations.base import load_plugin
-print(load_plugin("pose_plugin.PosePlugin"))
-try:
-    load_plugin("pose_plugin")
-except ValueError as error:
-    print("ValueError")
-""",
-        fake_axolotl(tmp_path),
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    assert out.splitlines() == ["0", "('pose_plugin', 'PosePlugin')", "ValueError"]
 
 
 @pytest.mark.axolotl

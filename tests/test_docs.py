@@ -6,28 +6,13 @@ import importlib
 import importlib.util
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.forked import forked
 from tests.models import make_llama, make_tokenizer
-
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-
-
-def commands(program: str) -> list[list[str]]:
-    """Return every command line of the pages that begins with the program, with continuation lines joined."""
-    lines = [
-        line for page in PAGES for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
-    ]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
+from tests.pages import PAGES, ROOT, blocks, commands
 
 
 def test_options_page_is_the_settings():

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
 
 from tests import forked as module
-from tests.forked import CaseError, Once, forked, good_ranks, made_once, ranks
+from tests.forked import CaseError, forked, good_ranks, made_once, ranks
 
 
 def forever():
     time.sleep(3600)
-
-
-def test_what_a_case_returns_and_prints():
-    def case(value):
-        print("said")
-        return value
-
-    found = forked(case, 3)
-    assert (found.value, found.output) == (3, "said\n")
 
 
 def test_how_a_case_can_fail():
@@ -51,63 +41,12 @@ def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for():
         good_ranks(case, grace=0.1)
 
 
-def test_the_port_of_the_store_is_taken_before_it_is_told():
-    """One that was only looked up could be another's by the time that rank 0 listens there."""
-
-    def case():
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-        return int(os.environ["RANK"])
-
-    assert [one.value for one in good_ranks(case, world=3)] == [0, 1, 2]
-
-
-def test_a_rank_may_leave_while_another_still_talks(tmp_path):
-    """A store of rank 0 would be gone with it."""
-
-    def case():
-        import torch.distributed as dist
-
-        if os.environ["RANK"] == "0":
-            (tmp_path / "pid").write_text(str(os.getpid()))
-        dist.init_process_group("gloo")
-        # Whoever is still connecting when the other leaves would fail in that.
-        dist.barrier()
-        if os.environ["RANK"] == "0":
-            return "left"
-        while _is_alive(int((tmp_path / "pid").read_text())):
-            time.sleep(0.01)
-        store = dist.distributed_c10d._get_default_store()
-        store.set("key", "stays")
-        return store.get("key").decode()
-
-    assert [one.value for one in good_ranks(case)] == ["left", "stays"]
-
-
 def _is_alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
-
-
-def test_threads_of_the_parent_are_not_waited_for():
-    """As where OMP_NUM_THREADS is 2 outside and the parent has computed something before."""
-
-    def work():
-        import torch
-
-        return float((torch.ones(500, 500) @ torch.ones(500, 500)).exp().sum(-1)[0])
-
-    def parent():
-        import torch
-
-        torch.set_num_threads(2)
-        work()
-        return forked(work).value
-
-    assert forked(parent).value == float("inf")
 
 
 def test_an_interrupt_leaves_no_child(tmp_path, monkeypatch):
@@ -124,23 +63,6 @@ def test_an_interrupt_leaves_no_child(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ranks(case)
     assert not any(_is_alive(int(file.read_text())) for file in tmp_path.iterdir())
-
-
-def test_what_failed_fails_again_with_the_same_reason():
-    """A second try would end in another error, such as a folder that is there already, and hide the first."""
-    tries = []
-
-    def make():
-        tries.append(1)
-        raise CaseError("the reason")
-
-    once = Once()
-    for _ in range(2):
-        with pytest.raises(CaseError, match="the reason"):
-            once.get("a", make)
-    assert len(tries) == 1
-    assert [once.get("b", lambda: tries.append(1)), once.get("b", lambda: tries.append(1))] == [None, None]
-    assert len(tries) == 2
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

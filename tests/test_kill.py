@@ -6,16 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.utils.files import write_whole
-from tests.kill import files, run, survives
-
-
-def _write_as_one(folder: Path) -> int:
-    for name in ("a", "b"):
-        write_whole(folder / name, name * 10)
-    for part in folder.glob("_*.part"):
-        part.unlink()
-    return 0
+from tests.kill import survives
 
 
 def _keep_what_is_there(folder: Path) -> int:
@@ -26,28 +17,6 @@ def _keep_what_is_there(folder: Path) -> int:
             file.flush()
             file.write("b" * 10)
     return 0
-
-
-def test_every_point_is_a_moment(tmp_path):
-    whole = run(_keep_what_is_there, _made(tmp_path / "whole"), count=True)
-    # open, write, flush, write, close
-    assert (whole.killed, whole.value, whole.points) == (False, 0, 5)
-    left = []
-    for point in range(whole.points):
-        folder = _made(tmp_path / str(point))
-        assert run(_keep_what_is_there, folder, point=point).killed
-        left.append(files(folder))
-    assert left == [{}, {"a": b""}, {"a": b""}, {"a": b"a" * 10}, {"a": b"a" * 10}]
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-def test_a_run_that_recovers(tmp_path):
-    ended = survives(_write_as_one, tmp_path, kills=10)
-    assert ended["point"] > 0
 
 
 def test_a_run_that_does_not_recover_is_found(tmp_path):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from pose_plugin.utils.errors import PoSEError
+from tests.pages import importing_from
 
 FOLDER = Path(__file__).parent.parent / "example_configs" / "quickstart"
 BASE = FOLDER / "base"
@@ -20,11 +18,8 @@ BASE = FOLDER / "base"
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, ModuleType]:
     """Import the three files from their own folder, as `python make_base.py` does."""
-    sys.path.insert(0, str(FOLDER))
-    try:
+    with importing_from(FOLDER):
         return {name: importlib.import_module(name) for name in ("corpus", "make_base", "make_data")}
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +63,6 @@ def test_base_finds_the_key_in_its_window_and_not_past_it(model, tokenizer):
     assert found[1024].score <= 0.1
 
 
-def test_tokenizer_can_be_made_again(scripts):
-    texts = ["def f(x):\n    return x\n" * 20, "The grass grows, and so on. " * 20]
-    make = scripts["make_base"].make_tokenizer
-    assert make(texts, 0).get_vocab() == make(texts, 0).get_vocab()
-    assert make(texts, 0).get_vocab() != make(texts[:1], 0).get_vocab()
-
-
 def test_passkey_rows_fit_the_window_and_end(scripts, rows, tokenizer):
     for ids in rows[:40]:
         assert 75 <= len(ids) <= 128
@@ -83,17 +71,6 @@ def test_passkey_rows_fit_the_window_and_end(scripts, rows, tokenizer):
         hidden, answer = (text.split(mark)[1][:5] for mark in ("Remember it. ", "key? The pass key is "))
         assert hidden == answer and answer.isdigit()
     assert len({len(ids) for ids in rows[:40]}) > 10
-
-
-@pytest.mark.parametrize("sentences", [True, False])
-def test_filler_is_cut_at_ends_of_sentences_if_asked(scripts, tokenizer, sentences):
-    """The base was trained on all cuts, the extension only on those after a full stop."""
-    maker, rng = scripts["corpus"].PasskeyMaker(tokenizer), random.Random(0)
-    drawn = [maker.draw(rng, longest=128, sentences=sentences) for _ in range(60)]
-    texts = [tokenizer.decode(ids[:start]) for ids, start in drawn]
-    assert all(75 <= len(ids) <= 128 for ids, _ in drawn)
-    lines = [line for text in texts for line in text.splitlines()[1:-1] if line]
-    assert all(line.endswith(".") for line in lines) is sentences
 
 
 def test_text_rows_are_2048_tokens_of_one_training_file(scripts, rows, tokenizer):
@@ -125,29 +102,6 @@ def test_judging_texts_and_keys_are_not_in_training(scripts, tokenizer):
     assert len(seen | unseen) == 90_000
 
 
-def test_file_has_the_columns_that_axolotl_reads(scripts, tmp_path):
-    scripts["make_data"].write_rows(tmp_path / "rows.jsonl", [[5, 6, 7], [8]])
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [
-        {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [5, 6, 7]},
-        {"input_ids": [8], "attention_mask": [1], "labels": [8]},
-    ]
-
-
-def test_text_document_reaches_every_start_of_every_text(scripts):
-    texts = [[0, 1, 2, 3], [10, 11], [20, 21, 22]]
-    rng = random.Random(0)
-    seen = {tuple(scripts["corpus"].text_document(texts, 3, rng)) for _ in range(200)}
-    assert seen == {(0, 1, 2), (1, 2, 3), (20, 21, 22)}
-
-
-def test_faults_are_named(scripts):
-    corpus = scripts["corpus"]
-    with pytest.raises(PoSEError, match=r"length=5 is longer than the longest text of 4 tokens"):
-        corpus.text_document([[0, 1, 2, 3]], 5, random.Random(0))
-    with pytest.raises(PoSEError, match=r"has no no_such_file\.py"):
-        corpus.read_texts(("typing.py", "no_such_file.py"))
-
-
 def test_base_rows(scripts, tokenizer):
     """A batch has 16 rows of 128 tokens with marked answers and repeated copies."""
     corpus = scripts["corpus"]
@@ -164,8 +118,3 @@ def test_base_rows(scripts, tokenizer):
         assert any((ids[row, period:] == ids[row, :-period]).all() for period in range(8, 65))
     again = make(tokenizer, texts, seed=3).batch()[0]
     assert (again == ids).all()
-
-
-@pytest.mark.parametrize(("step", "rate"), [(0, 0.02), (49, 1.0), (999, 1.0), (1000, 1.0), (1750, 0.525), (2500, 0.05)])
-def test_rate_warms_up_stays_and_falls(scripts, step, rate):
-    assert scripts["make_base"].Recipe().rate(step) == pytest.approx(rate)

@@ -152,16 +152,8 @@ def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torc
             raise _damaged(path, f"{name} holds values that are not finite numbers")
     text, hidden = tensors.get("text"), state.signature.hidden_size
     shape = None if text is None else tuple(text.shape[1:])
-    if (
-        len(batch) != 1
-        or tensors["adapter"].shape != (hidden,)
-        or shape
-        not in (
-            None,
-            (state.tokens,),
-            (state.tokens, hidden),
-        )
-    ):
+    possible = (None, (state.tokens,), (state.tokens, hidden))
+    if len(batch) != 1 or tensors["adapter"].shape != (hidden,) or shape not in possible:
         raise _damaged(path, f"batch sizes {sorted(batch)}, adapter {tuple(tensors['adapter'].shape)}, text {shape}")
     # Longer than an interval only if it can be condensed later, for which the text is needed.
     longest = state.tokens if text is not None and not state.ratios else state.signature.interval

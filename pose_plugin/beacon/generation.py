@@ -96,7 +96,6 @@ class Generation:
         ratio: int | str | None = None,
         ratios: Sequence[int] | None = None,
         headroom: int | None = None,
-        cache: Any = None,
     ) -> BeaconCache:
         """Read a text once, to ask about it often.
 
@@ -107,7 +106,6 @@ class Generation:
             ratio: "adapt" or a fixed ratio.
             ratios: one per interval that is condensed, e.g. smaller where the text matters more.
             headroom: tokens that questions and answers may take, for "adapt".
-            cache: the earlier name of `context`, which raises an error.
 
         Returns:
             The text's cache: full intervals condensed, the last one (up to l tokens) raw. With "adapt", a text that
@@ -116,8 +114,6 @@ class Generation:
         Raises:
             PoSEError: as `forward`.
         """
-        if cache is not None:
-            raise renamed()
         ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         stream = stream_of(context).copy()
         how = {"ratio": ratio, "ratios": ratios, "headroom": headroom, "logits_to_keep": 1}

@@ -16,9 +16,14 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from pose_plugin.beacon.checks import check_checkpointing
-from pose_plugin.beacon.layer import BeaconLayer
 from pose_plugin.beacon.register import find_tuner
-from pose_plugin.beacon.training import IntervalSampler, beacon_gradient_norm, check_beacon_gradients, set_ratio_step
+from pose_plugin.beacon.training import (
+    IntervalSampler,
+    beacon_gradient_norm,
+    check_beacon_gradients,
+    set_ratio_step,
+    trained_parameters,
+)
 from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_undivided
 from pose_plugin.training.launch import report_launch
@@ -152,15 +157,10 @@ class GradientWatch:
 
     def __init__(self, tuner: Any) -> None:
         self._norms: dict[int, torch.Tensor] = {}
-        self._handles = []
-        for layer in tuner.model.modules():
-            if not isinstance(layer, BeaconLayer):
-                continue
-            for name in layer.adapter_layer_names:
-                for parameter in getattr(layer, name).parameters():
-                    if parameter.requires_grad:
-                        seen = functools.partial(self._see, id(parameter))
-                        self._handles.append(parameter.register_hook(seen))
+        self._handles = [
+            parameter.register_hook(functools.partial(self._see, id(parameter)))
+            for parameter in trained_parameters(tuner)
+        ]
 
     def _see(self, key: int, gradient: torch.Tensor) -> None:
         norm = torch.linalg.vector_norm(gradient.detach().float())

@@ -91,15 +91,19 @@ def beacon_gradient_norm(model: Any, gradient: Callable[[Any], Any] | None = Non
             deepspeed.utils.safe_get_full_grad.
     """
     total = 0.0
-    for layer in find_tuner(model).model.modules():
-        if not isinstance(layer, BeaconLayer):
-            continue
-        for name in layer.adapter_layer_names:
-            for parameter in getattr(layer, name).parameters():
-                found = (gradient(parameter) if gradient else parameter.grad) if parameter.requires_grad else None
-                if found is not None:
-                    total += float(torch.linalg.vector_norm(found.detach().float())) ** 2
+    for parameter in trained_parameters(find_tuner(model)):
+        found = gradient(parameter) if gradient else parameter.grad
+        if found is not None:
+            total += float(torch.linalg.vector_norm(found.detach().float())) ** 2
     return total**0.5
+
+
+def trained_parameters(tuner: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the trainable parameters of all Beacon layers of a tuner."""
+    for layer in tuner.model.modules():
+        if isinstance(layer, BeaconLayer):
+            for name in layer.adapter_layer_names:
+                yield from (each for each in getattr(layer, name).parameters() if each.requires_grad)
 
 
 def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = None) -> float | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pose_plugin.cli.parser import count, share
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import parse_length, parse_lengths
+from pose_plugin.utils.tables import columns
 
 if TYPE_CHECKING:
     from pose_plugin.config import PoSESettings
@@ -109,12 +110,13 @@ def text(seen: Mapping[str, Coverage], distances: list[int], rows: int | None) -
     """Return the tables for the terminal: chances, and with `rows` how many of them hold each distance."""
     values = next(iter(seen.values())).settings
     title = f"{values.train_length} → {values.target_length} tokens"
-    chances = {name: [f"{c.probability[d]:.3f}" for d in distances] for name, c in seen.items()}
+    head = ["distance", *map(str, distances)]
+    chances = [[name, *(f"{c.probability[d]:.3f}" for d in distances)] for name, c in seen.items()]
     parts = [f"Chance that a training row holds two tokens at a distance ({title})"]
-    parts.append(_table(distances, chances))
+    parts.append(columns([head, *chances]))
     if rows:
-        counts = {name: [f"{c.after(rows)[d]:.0f}" for d in distances] for name, c in seen.items()}
-        parts += [f"\nRows that hold it, of {rows}", _table(distances, counts)]
+        counts = [[name, *(f"{c.after(rows)[d]:.0f}" for d in distances)] for name, c in seen.items()]
+        parts += [f"\nRows that hold it, of {rows}", columns([head, *counts])]
     parts.append("")
     for name, c in seen.items():
         error = 50 / c.draws**0.5
@@ -129,16 +131,6 @@ def _rare(seen: Coverage) -> str:
         return "every distance is in 1 % of the rows or more"
     first = int(rare.argmax()) + 1
     return f"{rare.sum()} of {len(rare)} distances are in less than 1 % of the rows, the nearest {first}"
-
-
-def _table(distances: list[int], lines: Mapping[str, list[str]]) -> str:
-    name_width = max(map(len, ["distance", *lines]))
-    table = {"distance": [str(d) for d in distances], **lines}
-    widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
-    return "\n".join(
-        "  ".join([name.ljust(name_width), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
-        for name, cells in table.items()
-    )
 
 
 def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:

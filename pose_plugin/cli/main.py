@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from pose_plugin._version import __version__
-from pose_plugin.cli.parser import Parser, shortened, suggestion
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.cli.parser import Parser
+from pose_plugin.utils.errors import PoSEError, did_you_mean, shown
 from pose_plugin.utils.files import OF_THE_DISK, space_left
 from pose_plugin.utils.log import printable
 
@@ -109,7 +109,7 @@ def _without_command(line: list[str]) -> int:
     for name, (_, _, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary)
     if line and not line[0].startswith("-"):
-        raise PoSEError(f"{shortened(line[0])} is not a command{suggestion(line[0], COMMANDS)}; see pose-plugin --help")
+        raise PoSEError(f"{shown(line[0])} is not a command{did_you_mean(line[0], COMMANDS)}; see pose-plugin --help")
     parser.read(line)
     raise PoSEError(f"name a command: {', '.join(COMMANDS)}; see pose-plugin --help")
 
@@ -146,8 +146,7 @@ def _of_system(error: Exception) -> tuple[int, str]:
     if isinstance(error, MemoryError):
         return 1, f"there is not enough memory ({str(error) or 'no details'}); give smaller numbers"
     if not isinstance(error, OSError) or error.strerror is None:
-        said = " ".join(str(error).split()) or "no details"
-        return 1, f"{type(error).__name__}: {said[:500]} (set {TRACEBACK}=1 to see where)"
+        return 1, f"{type(error).__name__}: {shown(error, 500)} (set {TRACEBACK}=1 to see where)"
     if error.errno in OF_THE_DISK:
         space = space_left(error.filename) if error.filename else ""
         return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}{space}. Free some and run it again"

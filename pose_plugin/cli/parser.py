@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, did_you_mean, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         try:
             return kind(text)
         except ValueError as error:
-            reason = str(error) if isinstance(error, PoSEError) else f"{shortened(text)} is not a number"
+            reason = str(error) if isinstance(error, PoSEError) else f"{shown(text)} is not a number"
             self._complain(action, reason)
             return None
 
@@ -69,7 +68,8 @@ class Parser(argparse.ArgumentParser):
             if isinstance(known, range):
                 self._complain(action, f"{value} is not from {known.start} to {known.stop - 1}")
             else:
-                self._complain(action, not_one_of(str(value), map(str, known)))
+                names = [str(each) for each in known]
+                self._complain(action, f"{shown(value)} is not one of {', '.join(names)}{did_you_mean(value, names)}")
 
     def _complain(self, action: argparse.Action, reason: str) -> None:
         self._wrong.add(action.dest)
@@ -79,38 +79,21 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         options = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
         if words and not options:
-            return [f"{shortened(words[0])} is one argument too many"]
+            return [f"{shown(words[0])} is one argument too many"]
         # Without their values, because somebody may have tried to pass a key.
-        return [f"{shortened(name)} is not an option{suggestion(name, known)}" for name in options]
+        return [f"{shown(name)} is not an option{did_you_mean(name, known)}" for name in options]
 
 
 def _name(action: argparse.Action) -> str:
     return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return what to add to a complaint about a word: the known one that is most like it, if there is one."""
-    close = get_close_matches(word, list(known), 1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def not_one_of(word: str, known: Iterable[str]) -> str:
-    """Return a complaint about a word that is none of the known ones."""
-    names = list(known)
-    return f"{shortened(word)} is not one of {', '.join(names)}{suggestion(word, names)}"
-
-
-def shortened(text: str) -> str:
-    """Return a value for a message."""
-    return repr(text if len(text) <= 40 else text[:40] + "…")
-
-
 def count(text: str, least: int = 1, most: int = 10**15) -> int:
     """Return a whole number from `least` to `most`. Raise PoSEError for anything else."""
-    # int() refuses texts of thousands of digits by an error of its own.
+    # int() raises its own error for texts of thousands of digits.
     number = int(text) if re.fullmatch(r"[0-9]{1,16}", text) else -1
     if not least <= number <= most:
-        raise PoSEError(f"{shortened(text)} is not a whole number from {least} to {most}")
+        raise PoSEError(f"{shown(text)} is not a whole number from {least} to {most}")
     return number
 
 
@@ -118,7 +101,7 @@ def amount(text: str) -> float:
     """Return a finite number above 0. Raise PoSEError for anything else."""
     number = _number(text)
     if not 0 < number < math.inf:
-        raise PoSEError(f"{shortened(text)} is not a number above 0")
+        raise PoSEError(f"{shown(text)} is not a number above 0")
     return number
 
 
@@ -126,7 +109,7 @@ def share(text: str) -> float:
     """Return a number from 0 to 1. Raise PoSEError for anything else."""
     number = _number(text)
     if not 0 <= number <= 1:
-        raise PoSEError(f"{shortened(text)} is not a number from 0 to 1")
+        raise PoSEError(f"{shown(text)} is not a number from 0 to 1")
     return number
 
 

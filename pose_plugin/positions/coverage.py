@@ -15,6 +15,7 @@ from pose_plugin.positions.samplers import make_sampler
 from pose_plugin.positions.settings import PositionSettings
 from pose_plugin.positions.windows import lay_out
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.tables import columns
 
 # Coverage keeps one number per distance in memory.
 MOST_POSITIONS = 1 << 24
@@ -162,11 +163,7 @@ def _in_turns(layouts: Iterable[Layout], step: int) -> Iterator[list[Layout]]:
 
 
 def _table(distances: list[int], chances: np.ndarray) -> str:
-    cells = [(str(d), f"{chance:.3f}") for d, chance in zip(distances, chances, strict=True)]
-    widths = [max(len(a), len(b)) for a, b in cells]
-    head = "  ".join(a.rjust(w) for (a, _), w in zip(cells, widths, strict=True))
-    body = "  ".join(b.rjust(w) for (_, b), w in zip(cells, widths, strict=True))
-    return f"distance  {head}\nchance    {body}"
+    return columns([["distance", *map(str, distances)], ["chance", *(f"{chance:.3f}" for chance in chances)]])
 
 
 def _borders(settings: PositionSettings, window: int, every: int | None = None) -> np.ndarray | None:

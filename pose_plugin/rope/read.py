@@ -67,7 +67,7 @@ def as_config(config: Any) -> Any:
             part[_MAXIMUM] = int(part[_MAXIMUM])
     try:
         return CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # each family validates its fields with errors of its own
+    except Exception as error:  # each family validates its fields with its own errors
         raise PoSEError(
             f"model type {model_type!r}: transformers cannot read this config: {shown(error, 300)}. Correct config.json"
         ) from error

@@ -35,6 +35,10 @@ class Stretch:
     notes: list[str] = field(default_factory=list)  # how values were computed
     findings: list[Finding] = field(default_factory=list)
 
+    def warn(self, key: str, value: Any, happens: str, fix: str) -> None:
+        """Add a finding of a likely mistake."""
+        self.findings.append(Finding(key, value, happens, fix))
+
     @property
     def theta(self) -> float:
         return self.source.original_theta
@@ -99,13 +103,11 @@ def stretched(kind: RopeKind, request: Stretch) -> dict[str, Any]:
     source, old = request.source, request.source.current
     reached = request.factor * request.original
     if "factor" in request.given and abs(reached - request.target) > 0.5:
-        request.findings.append(
-            Finding(
-                "rope.factor",
-                f"{request.factor:g}",
-                f"it stretches {request.original} positions to {reached:g}, but target_length={request.target}",
-                "Remove rope.factor, and it follows from the target",
-            )
+        request.warn(
+            "rope.factor",
+            f"{request.factor:g}",
+            f"it stretches {request.original} positions to {reached:g}, but target_length={request.target}",
+            "Remove rope.factor, and it follows from the target",
         )
     carried = source.carried
     if "attention_factor" in request.given:
@@ -122,14 +124,12 @@ def stretched(kind: RopeKind, request: Stretch) -> dict[str, Any]:
         result["rope_type"] = "proportional"
     # DeepSeek's attention reads it with the factor, for every rope type but `default`.
     if source.latent_attention and old.get("mscale_all_dim") and result["rope_type"] == "default":
-        request.findings.append(
-            Finding(
-                "mscale_all_dim",
-                f"{old['mscale_all_dim']:g}",
-                f"the base scales its logits by its factor, and rope.type={kind.name} writes no factor, so it drops "
-                "that scale",
-                "Use rope: yarn, which keeps it",
-            )
+        request.warn(
+            "mscale_all_dim",
+            f"{old['mscale_all_dim']:g}",
+            f"the base scales its logits by its factor, and rope.type={kind.name} writes no factor, so it drops "
+            "that scale",
+            "Use rope: yarn, which keeps it",
         )
     return _only_longrope(request, result) if source.model_type in LONGROPE_ONLY else result
 
@@ -148,23 +148,19 @@ def _ntk(request: Stretch) -> dict[str, Any]:
 def _base(request: Stretch) -> dict[str, Any]:
     base, old = float(request.values["theta"]), request.theta
     if base <= old:
-        request.findings.append(
-            Finding(
-                "rope.theta",
-                f"{base:g}",
-                f"it is not above the base's {old:g}, so the window becomes shorter, not longer",
-                "Raise rope.theta; rope: auto logs bases that suffice",
-            )
+        request.warn(
+            "rope.theta",
+            f"{base:g}",
+            f"it is not above the base's {old:g}, so the window becomes shorter, not longer",
+            "Raise rope.theta; rope: auto logs bases that suffice",
         )
     elif not theory.can_retrieve(base, request.dim, request.target):
-        request.findings.append(
-            Finding(
-                "rope.theta",
-                f"{base:g}",
-                f"it is below the retrieval bound for {request.target} tokens at d={request.dim} (arXiv 2405.14591): "
-                "distant tokens may not be found by content",
-                "Raise rope.theta; rope: auto logs bases that suffice",
-            )
+        request.warn(
+            "rope.theta",
+            f"{base:g}",
+            f"it is below the retrieval bound for {request.target} tokens at d={request.dim} (arXiv 2405.14591): "
+            "distant tokens may not be found by content",
+            "Raise rope.theta; rope: auto logs bases that suffice",
         )
     return {"rope_theta": base}
 
@@ -257,15 +253,13 @@ def _longrope(request: Stretch) -> dict[str, Any]:
     original = request.original
     attention = _attention(request, kinds.longrope_attention_factor(request.target / original, original))
     if long != short:
-        request.findings.append(
-            Finding(
-                "rope.factors_file",
-                request.values["factors_file"],
-                f"its two lists differ: transformers takes long_factor for a whole batch if its largest position is "
-                f"{original} or more, else short_factor. PoSE batches with all positions below {original} train the "
-                "short list; engines with a fixed window use only the long one",
-                "Make both lists equal for one set of frequencies",
-            )
+        request.warn(
+            "rope.factors_file",
+            request.values["factors_file"],
+            f"its two lists differ: transformers takes long_factor for a whole batch if its largest position is "
+            f"{original} or more, else short_factor. PoSE batches with all positions below {original} train the "
+            "short list; engines with a fixed window use only the long one",
+            "Make both lists equal for one set of frequencies",
         )
     return as_list(request, attention, long, short)
 
@@ -287,14 +281,12 @@ def _none(request: Stretch) -> dict[str, Any]:
     if current["rope_type"] in ("yarn", "longrope") and current.get("factor") is None and original:
         current["factor"] = request.source.max_position_embeddings / original
     if request.target > known:
-        request.findings.append(
-            Finding(
-                "rope.type",
-                "none",
-                f"the frequencies stay: positions from {known} to {request.target - 1} turn the slow dimensions by "
-                "angles the model has never seen, which only training can teach",
-                "Use rope: yarn unless you want to study that",
-            )
+        request.warn(
+            "rope.type",
+            "none",
+            f"the frequencies stay: positions from {known} to {request.target - 1} turn the slow dimensions by "
+            "angles the model has never seen, which only training can teach",
+            "Use rope: yarn unless you want to study that",
         )
     return current
 

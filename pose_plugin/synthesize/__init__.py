@@ -1,1 +1,1 @@
-"""Long-document question answering data from documents of one's own, through any OpenAI-compatible endpoint."""
+"""Long-document question answering data from your own documents, through any OpenAI-compatible endpoint."""

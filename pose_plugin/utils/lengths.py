@@ -31,7 +31,7 @@ def parse_length(text: str, least: int = 1) -> int:
 
 def length_or_same(value: Any) -> Any:
     """Return the length that a text names, of any size, and other values as they are, for pydantic to check."""
-    # Ten digits hold every length; int() refuses texts of thousands of digits by an error of its own.
+    # Ten digits hold every length; int() raises its own error for texts of thousands of digits.
     found = re.fullmatch(r"([0-9]{1,10})([km]?)", value.strip().lower()) if isinstance(value, str) else None
     return int(found[1]) * _UNITS[found[2]] if found else value
 

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from peft.utils import PeftType
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pose_plugin.beacon import BeaconCache, BeaconConfig, BeaconEmbedding, BeaconModel, beacon_gradient_norm, find_tuner
 from pose_plugin.beacon.register import NAME, peft_type, register
 from pose_plugin.utils.errors import PoSEError
-from tests.models import make_base, make_beacon, make_config, make_ids, unlike_base
+from tests.models import CONFIGS, make_base, make_beacon, make_config, make_ids, small_config, unlike_base
 
 
 def test_peft_knows_the_method():
@@ -36,16 +37,6 @@ def test_peft_knows_the_method():
     assert PeftType("LORA") is PeftType.LORA
 
 
-def test_the_name_says_what_to_import(tmp_path, monkeypatch):
-    """If the package was not imported, PEFT's KeyError is all that a user sees."""
-    from peft import mapping
-
-    make_beacon().save_pretrained(tmp_path)
-    monkeypatch.delitem(mapping.PEFT_TYPE_TO_CONFIG_MAPPING, NAME)
-    with pytest.raises(KeyError, match="POSE_PLUGIN_BEACON"):
-        PeftConfig.from_pretrained(tmp_path)
-
-
 def test_only_beacons_are_trained():
     """Full copies of q, k, v, o in each layer and one embedding row; biases as the base has them."""
     model = get_peft_model(make_base("qwen2"), make_config())
@@ -58,17 +49,6 @@ def test_only_beacons_are_trained():
             if name != "o_proj":  # Qwen2 has biases on q, k, v
                 expected[f"{prefix}{name}.beacon_proj.default.bias"] = (rows,)
     assert trained == expected
-
-
-def test_peft_can_say_what_is_there():
-    model = make_beacon()
-    status = model.get_model_status()
-    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
-    assert status.num_adapter_layers == 9
-    assert status.trainable_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    with model.disable_adapter():
-        assert not model.get_model_status().enabled
-    assert all(p.requires_grad for n, p in model.named_parameters() if ".beacon_" in n)
 
 
 def test_beacons_begin_as_copies():
@@ -111,8 +91,6 @@ def test_save_and_load(tmp_path, changes):
     ids = make_ids(30)
     base_dir, adapter_dir = tmp_path / "base", tmp_path / "adapter"
     make_base().save_pretrained(base_dir)
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = get_peft_model(base, make_config(**changes)).eval()
     unlike_base(model)
@@ -232,7 +210,7 @@ def test_autocast():
 def test_four_bit_base(tmp_path, rank):
     """The base stays quantised; copies are its dequantised weights in the compute dtype."""
     bnb = pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     unquantised = make_base("llama", hidden_size=64, intermediate_size=64)
     unquantised.save_pretrained(tmp_path)
@@ -366,53 +344,22 @@ def test_unfit_models(attention, changes, message):
         get_peft_model(model, make_config(**changes))
 
 
-def test_hybrid_models_are_refused():
-    from transformers import AutoConfig, AutoModelForCausalLM
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
+LATENT = ("deepseek_v3 has multi-head latent attention", CONFIGS["deepseek_v3"])
 
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        num_experts=0,
-        layer_types=["linear_attention", "full_attention"],
-    )
+
+@pytest.mark.parametrize(
+    ("message", "make", "targets"),
+    [
+        ("qwen3_next has layers of kind linear_attention", lambda: small_config("qwen3_next", **HYBRID), None),
+        # DeepSeek makes keys and values from one compressed row, for which no choice of projections works.
+        *((*LATENT, each) for each in (None, ["q_b_proj", "kv_b_proj", "o_proj"], ["kv_a_proj_with_mqa", "kv_b_proj"])),
+    ],
+)
+def test_families_that_cannot_be_condensed(message, make, targets):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(PoSEError, match="qwen3_next has layers of kind linear_attention"):
-        get_peft_model(model, make_config())
-
-
-@pytest.mark.parametrize("targets", [None, ["q_b_proj", "kv_b_proj", "o_proj"], ["kv_a_proj_with_mqa", "kv_b_proj"]])
-def test_latent_attention_is_refused(targets):
-    """DeepSeek makes keys and values from one compressed row, for which no choice of projections works."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        first_k_dense_replace=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        n_routed_experts=2,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=4,
-        kv_lora_rank=4,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(PoSEError, match=r"deepseek_v3 has multi-head latent attention \(kv_lora_rank=4\)"):
+        model = AutoModelForCausalLM.from_config(make())
+    with pytest.raises(PoSEError, match=message):
         get_peft_model(model, make_config(target_modules=targets))
 
 

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.forked import LIMIT
+from tests.pages import ROOT, benchmark, blocks, committed
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "beacon.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs" / "beacon.md"
 SCRIPTS = {"beacon_cost": "beacon", "beacon_learning": "beacon_learning"}
 
 
-def script(name: str) -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module(SCRIPTS[name])
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-
-
-def committed(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
-
-
 def tables(name: str) -> list[str]:
-    made, result = [script(name).table], committed(name)
+    made, result = [benchmark(SCRIPTS[name]).table], committed(name)
     if name == "beacon_learning":
-        module = script(name)
+        module = benchmark(SCRIPTS[name])
         made += [module.text_table, module.offset_table, module.far_table]
         made += [module.ablation_table] if result["ablation"] else []
     return [make(result) for make in made]
@@ -48,7 +28,7 @@ def tables(name: str) -> list[str]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_tables_are_the_committed_results(name):
     for table in tables(name):
-        assert table in PAGE
+        assert table in PAGE.read_text(encoding="utf-8")
     assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -59,7 +39,7 @@ def test_a_quick_run_writes_the_committed_keys(name, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result.keys() == committed(name).keys()
-    assert script(name).table(result) in done.stdout
+    assert benchmark(SCRIPTS[name]).table(result) in done.stdout
     assert (tmp_path / f"{name}.png").exists()
     if name == "beacon_learning":
         assert all(each["short_inputs_identical"] for each in result["about"]["mixed"])
@@ -94,7 +74,7 @@ def test_the_reading_snippet(tmp_path, monkeypatch):
         "question_ids": make_ids(5),
         "long_prompt_ids": make_ids(90),
     }
-    reading, leaving = (text for text in blocks("python") if "condense" in text)
+    reading, leaving = (text for text in blocks(PAGE, "python") if "condense" in text)
     with torch.no_grad():
         exec(reading, names)
         assert isinstance(names["context"], BeaconCache) and names["context"].tokens == 60
@@ -105,7 +85,7 @@ def test_the_reading_snippet(tmp_path, monkeypatch):
 
 
 def test_the_training_snippet():
-    (snippet,) = (text for text in blocks("python") if "SFTTrainer" in text)
+    (snippet,) = (text for text in blocks(PAGE, "python") if "SFTTrainer" in text)
     pytest.importorskip("trl")
     names: dict[str, Any] = {}
     exec(snippet.partition("trainer =")[0], names)
@@ -117,12 +97,6 @@ def test_the_yaml_is_a_valid_block():
 
     from pose_plugin.frameworks.axolotl_beacon import beacon_config, prepare
 
-    values = yaml.safe_load(blocks("yaml")[0])
+    values = yaml.safe_load(blocks(PAGE, "yaml")[0])
     prepare(values)
     assert beacon_config(values["beacon"]).ratios == [2, 4, 8, 16, 32]
-
-
-def test_the_capacity_on_the_page():
-    from pose_plugin.beacon.ratios import BeaconWindow
-
-    assert "394,240" in PAGE and BeaconWindow(4096, 1024).capacity(128) == 394240

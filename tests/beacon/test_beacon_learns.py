@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from pose_plugin.beacon import BeaconCache, BeaconConfig, check_beacon_gradients, set_ratio_step
+from tests.models import make_llama
 
 WORDS = 24
 
@@ -21,20 +22,7 @@ def documents(rows: int, tokens: int, rng: torch.Generator) -> torch.Tensor:
 
 def trained_base(rng: torch.Generator) -> LlamaForCausalLM:
     """Return a model that recognises a text's word within its window; it was trained on 24 tokens at most."""
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        base = LlamaForCausalLM(config)
+    base = make_llama(vocab_size=WORDS, eos_token_id=1, use_cache=True)
     optimizer = torch.optim.AdamW(base.parameters(), lr=5e-3)
     for _ in range(120):
         ids = documents(32, 24, rng)

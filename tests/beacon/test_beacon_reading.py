@@ -289,37 +289,23 @@ def test_kept_logits_and_hidden_states():
     assert model(ids, return_dict=False)[0].shape == (2, 21, 64)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
 WINDOWS = [
     # changes of the model, of the adapter; the window that results or the error
     ({}, {}, 128),
     ({}, {"window": 64}, 64),
     ({}, {"window": 129}, "window: 129 is more than max_position_embeddings, 128; give window: 128 or less"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, 128),
+    ({"rope_parameters": LONGROPE}, {}, 32),
     (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            }
-        },
-        {},
-        32,
-    ),
-    (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            }
-        },
+        {"rope_parameters": LONGROPE},
         {"window": 64},
         "window: 64 is more than the length up to which rope 'longrope' keeps its frequencies, 32",
     ),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from pose_plugin.checkpoints import check, reload_worker
 from pose_plugin.cli.main import main
 from tests.models import extended, make_tokenizer, save_adapter, save_full
-from tests.test_docs import ROOT, blocks, commands
+from tests.pages import ROOT, benchmark, blocks, commands, committed
 
 pytest.importorskip("peft")
 
@@ -52,42 +49,14 @@ def test_snippets(home):
     assert names["model"].config.max_position_embeddings == 512
 
 
-def benchmark() -> ModuleType:
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("engines")
-    finally:
-        sys.path.remove(folder)
-
-
 def test_the_table_is_what_was_measured():
-    results = json.loads((ROOT / "benchmarks" / "results" / "engines.json").read_text())
-    assert benchmark().table(results) in PAGE.read_text(encoding="utf-8")
-
-
-def test_what_was_measured_agrees():
-    """Every engine far nearer to the trained model than a model without the extension is."""
-    results = json.loads((ROOT / "benchmarks" / "results" / "engines.json").read_text())
-    assert set(results["ropes"]) == {"linear", "ntk", "base", "yarn", "yarn-revised", "llama3"}
-    for name, row in results["ropes"].items():
-        old = row["transformers 4"]
-        assert old["transformers"].startswith("4.")
-        assert old["as saved"]["logits"] < 1e-5 and old["as saved"]["plain"] > 0.1
-        # The tokenizer alone needs the older form.
-        assert old["as saved, differs in"] == ["tokenizer"] and old["older form, differs in"] == []
-        if name == "yarn-revised":
-            assert "writes no frequency list" in row["llama.cpp"]["refused"]
-        else:
-            assert row["llama.cpp"]["logits"] < 0.01 and row["llama.cpp"]["maximum"] == 512
-    found = results["passkey"]
-    assert found["llama.cpp"] == found["transformers"] and found["llama.cpp"]["2048"] > 0.8
-    assert found["llama.cpp without the scaling"]["2048"] < 0.1
+    results = committed("engines")
+    assert benchmark("engines").table(results) in PAGE.read_text(encoding="utf-8")
 
 
 def test_a_quick_run_without_engines(tmp_path):
     """The part that needs nothing installed: models are made, the table is printed."""
-    module = benchmark()
+    module = benchmark("engines")
     module.save_model(tmp_path / "model", "yarn")
     assert main(["check", str(tmp_path / "model")]) == 0
     assert "| yarn | – | – | – | – |" in module.table({"ropes": {"yarn": {}}, "passkey": None})

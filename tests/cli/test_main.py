@@ -37,15 +37,15 @@ def test_version(capsys):
 
 COMPLAINTS = {
     "": ["name a command: "],
-    "evalute base": ["'evalute' is not a command; did you mean evaluate?"],
+    "evalute base": ["'evalute' is not a command (did you mean evaluate?)"],
     "--quiet coverage": ["'--quiet' is not an option"],
     "coverage --target-length": ["--target-length: expected one argument"],
     # All at once, and each option as it must be spelled.
     "coverage --target-lenght 32k --train-length 2q --chunks 1e9 --variant papr --sampler x": [
-        "'--target-lenght' is not an option; did you mean --target-length?",
+        "'--target-lenght' is not an option (did you mean --target-length?)",
         "--train-length: '2q' is not a number of tokens",
         "--chunks: '1e9' is not a whole number",
-        "--variant: 'papr' is not one of paper, reference; did you mean paper?",
+        "--variant: 'papr' is not one of paper, reference (did you mean paper?)",
         "--sampler: 'x' is not one of pose",
         "--target-length is missing",
     ],

@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 
 import pytest
@@ -85,12 +84,6 @@ def test_an_adapter_is_put_on_the_base_with_its_own_config(folders):
     assert not model.training
 
 
-def test_an_adapter_without_a_config_says_what_that_means(folders):
-    source = describe(str(folders / "bare"))
-    assert source.maximum == 256
-    assert "no config.json" in source.notes[0]
-
-
 def test_the_base_is_found_beside_the_adapter(folders, tmp_path, monkeypatch):
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -119,41 +112,27 @@ def test_real_filler_and_given_depths(folders, tmp_path):
     ("arguments", "message"),
     [
         (["BASE", "--lengths", "200", "--tasks", "needles"], "--tasks=needles"),
-        (["BASE", "--lengths", "200", "--tasks", ","], "--tasks ,"),
         (["BASE", "--lengths", "200", "--tasks", "gap"], "--tasks=gap needs texts"),
         (["BASE", "--lengths", "200", "--tasks", "needle"], "length=200"),
         (["BASE", "--lengths", "400", "--tasks", "needle", "--kinds", "all"], "kinds=['all']"),
-        (["BASE", "--lengths", "400", "--tasks", "needle", "--trials", "1", "--depths", "0,1"], "trials=1"),
-        (["BASE", "--lengths", "200", "--tasks", "topics"], "length=200"),
         (["BASE", "--lengths", "200", "--tasks", "longppl", "--texts", "TEXT"], "[200]"),
         (["BASE", "--lengths", "99", "--tasks", "short", "--texts", "TEXT", "--short-length", "9000"], "length=9000"),
-        (["BASE", "--lengths", "200", "--max-windows", "0"], "--max-windows 0"),
         (["BASE", "--lengths", "200", "--max-windows", "3"], "--max-windows=3 has no effect without perplexity"),
-        (["BASE", "--lengths", "200", "--evaluator", "x"], "--evaluator=x has no effect without longppl"),
-        (["BASE", "--lengths", "200", "--harness-limit", "3"], "--harness-limit=3 has no effect without harness"),
         (["BASE", "--lengths", "many"], "--lengths many"),
-        (["BASE", "--lengths", "0"], "--lengths 0"),
-        (["BASE", "--lengths", "200,9999999999"], "2147483647"),
         (["BASE", "--lengths", "1000000000"], "length=1000000000 needs about"),
         (["ROOT/none", "--lengths", "200"], "ROOT/none"),
         (["ROOT/gone", "--lengths", "200"], "ROOT/nowhere"),
-        (["BASE", "--lengths", "200", "--label", "x"], "--label x"),
         (["BASE", "--lengths", "200", "--label", "x=y"], "--label x=y"),
         (["y", "--lengths", "200", "--label", "x=y", "--label", "z=y"], "--label z=y"),
         (["BASE", "--lengths", "200", "--extend", "rope=yarn"], "--extend rope=yarn"),
         (["BASE", "--lengths", "200", "--extend", "target_length=1024,rope=magic"], "magic"),
         (["ADAPTER", "--lengths", "200", "--extend", "target_length=1024"], "ROOT/adapter"),
-        (["BASE", "--lengths", "200", "--depths", "deep"], "--depths deep"),
-        (["BASE", "--lengths", "200", "--depths", "nan"], "--depths nan"),
         (["BASE", "--lengths", "200", "--depths", "2"], "depths=2"),
-        (["BASE", "--lengths", "200", "--trials", "0"], "--trials 0"),
         (["BASE", "--lengths", "200", "--dtype", "float3"], "dtype='float3'"),
         (["BASE", "--lengths", "200", "--device", "banana"], "device='banana'"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/no.txt"], "no.txt"),
-        (["BASE", "--lengths", "200", "--filler", "ROOT/empty.txt"], "empty.txt"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/binary.txt"], "binary.txt"),
         (["BASE", "--lengths", "200", "--texts", "TEXT", "TEXT"], "twice"),
-        (["BASE", "--lengths", "200", "--train-length", "0"], "--train-length 0"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(folders, tmp_path, capsys, monkeypatch, arguments, message):
@@ -181,13 +160,6 @@ def test_all_complaints_come_at_once(folders, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 4
 
 
-def test_options_are_judged_before_torch_is_imported():
-    code = "import sys; from pose_plugin.cli.main import main\n"
-    code += "main(['evaluate', './none', '--lengths', 'x', '--output', 'o']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False" and "--lengths x" in done.stderr, done.stderr
-
-
 def test_without_lengths_they_follow_from_the_target(folders, tmp_path, capsys, monkeypatch):
     """An eighth of it to twice it; lengths that a measure cannot be measured at, or no memory holds, are left out."""
     asked = measured(monkeypatch)
@@ -205,12 +177,6 @@ def test_without_lengths_they_follow_from_the_target(folders, tmp_path, capsys, 
     assert list(row["perplexity"]["scores"]) == [f"perplexity/{n}" for n in asked[:3]]
 
 
-def test_an_output_that_is_a_file(folders, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert run(folders / "base", "--lengths", "200", "--output", tmp_path / "file") == 2
-    assert f"--output {tmp_path / 'file'} cannot be used" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("place", ["file/below", "finished.jsonl is a folder", "results.json is a folder"])
 def test_an_output_that_cannot_be_written(folders, tmp_path, capsys, place):
     output = tmp_path / place.split()[0]
@@ -221,15 +187,6 @@ def test_an_output_that_cannot_be_written(folders, tmp_path, capsys, place):
         (output / place.split()[0]).mkdir()
     assert run(folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", output) == 2
     assert f"--output {output} cannot be used (" in capsys.readouterr().err
-
-
-def test_a_spoiled_list_of_what_is_finished_is_measured_anew(folders, tmp_path):
-    (tmp_path / "finished.jsonl").write_bytes(b"\xff\xfe\x00\n")
-    arguments = [folders / "base", "--lengths", "200", "--trials", 1, "--no-figures", "--output", tmp_path]
-    assert run(*arguments) == 0
-    kept = (tmp_path / "finished.jsonl").read_bytes()
-    # A plan forgets nothing.
-    assert run(*arguments, "--plan", "--fresh") == 0 and (tmp_path / "finished.jsonl").read_bytes() == kept
 
 
 def measured(monkeypatch, stop_at=None):
@@ -299,19 +256,6 @@ def test_missing_matplotlib_is_said_before_anything_is_measured(folders, tmp_pat
     assert run(folders / "base", "--lengths", "200", "--output", tmp_path) == 2
     assert 'pip install "pose-plugin[plot]"' in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_peft_is_said(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert run(folders / "adapter", "--lengths", "200", "--output", tmp_path) == 2
-    assert "pip install peft" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch():
-    code = "import sys; from pose_plugin.cli.main import main\ntry: main(['evaluate', '--help'])\n"
-    code += "except SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "--lengths" in done.stdout and done.stdout.strip().endswith("False"), done.stderr
 
 
 def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys, monkeypatch):

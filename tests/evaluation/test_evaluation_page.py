@@ -1,8 +1,6 @@
 """The commands and snippets of docs/evaluation.md, run on tiny models."""
 
 import importlib.util
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,9 @@ from transformers import Trainer, TrainingArguments
 from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import parse_block
+from tests.pages import ROOT, blocks, commands
 
-PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-
-
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
-
-
-def commands():
-    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line) for line in lines if line.startswith("pose-plugin evaluate")]
+PAGE = ROOT / "docs" / "evaluation.md"
 
 
 @pytest.fixture
@@ -34,7 +24,7 @@ def folders(tmp_path, tokenizer, make_llama, monkeypatch):
     Path("book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
 
 
-@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+@pytest.mark.parametrize("words", commands("pose-plugin evaluate", [PAGE]), ids=lambda words: " ".join(words)[:60])
 def test_commands(folders, words, capsys, monkeypatch):
     if "--harness" in words:
         # Minutes of prompts: every argument is accepted, up to a package that is missing.
@@ -58,14 +48,15 @@ def test_commands(folders, words, capsys, monkeypatch):
 
 def test_the_blocks_are_valid():
     first, second = (
-        parse_block(parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048})) for text in blocks("yaml")
+        parse_block(parse_settings({**yaml.safe_load(text)["pose"], "train_length": 2048}))
+        for text in blocks(PAGE, "yaml")
     )
     assert first.schedule.every == 100
     assert [measure.name for measure in second.chosen] == ["longppl", "short"]
 
 
 def test_snippets(tokenizer, make_llama, tmp_path):
-    callback, functions = blocks("python")
+    callback, functions = blocks(PAGE, "python")
     rows = [{"input_ids": list(range(12)), "labels": list(range(12))}] * 4
     args = TrainingArguments(
         str(tmp_path), report_to=[], use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True

@@ -1,6 +1,5 @@
 """LongPPL and the gap probe: figures by hand, and models whose answer is known."""
 
-import json
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from pose_plugin.evaluation import memory
 from pose_plugin.evaluation.measures.gap import Gap, gap_probe
 from pose_plugin.evaluation.measures.longppl import LongPPL, longppl
-from pose_plugin.evaluation.results import Result
 from pose_plugin.utils.errors import PoSEError
 
 QUIET = {"progress": False}
@@ -209,15 +207,6 @@ def test_gap_pieces_and_their_number(make_llama, tokenizer):
 def test_gap_bad_input(tokenizer, arguments, message):
     with pytest.raises(ValueError, match=message):
         gap_probe(None, tokenizer, [repeated(30, 3)], **arguments, **QUIET)
-
-
-def test_both_survive_json(tokenizer, make_llama):
-    texts = [repeated(30, 3)[:80]]
-    result = asked(Copier(30), tokenizer, texts, 80, 16).run(Copier(30), 80)
-    gap = gap_probe(make_llama(), tokenizer, texts, [100], tokens=40, **QUIET)
-    for found in (result, gap):
-        assert Result.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert "copier" in result.definition and "50 of 64 tokens are key" in result.described
 
 
 def test_an_evaluator_that_runs_out_of_memory_says_so(tokenizer, monkeypatch):

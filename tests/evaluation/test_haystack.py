@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from pose_plugin.evaluation.measures.haystack import Haystack, Wording, build, c
 from pose_plugin.evaluation.prompts import token_ids
 from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant
+from tests.pages import ROOT, recall_benchmark
 
-ROOT = Path(__file__).parent.parent.parent
 TEXT = " ".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
 QUIET = {"progress": False}
 
@@ -193,11 +191,8 @@ def test_what_cannot_work_is_refused_before_the_model_runs(tokenizer, options, m
 
 @pytest.fixture(scope="module")
 def recall():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield lambda name: importlib.import_module(f"recall.{name}")
-    for name in [name for name in sys.modules if name == "common" or name.split(".")[0] in ("recall", "smollm2")]:
-        del sys.modules[name]
-    sys.path.remove(str(ROOT / "benchmarks"))
+    with recall_benchmark() as module:
+        yield module
 
 
 def test_prompts_answers_and_bands_are_those_fixed_before_the_experiment(recall, tokenizer):

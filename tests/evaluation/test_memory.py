@@ -125,12 +125,6 @@ def test_out_of_memory_with_the_smallest_chunk_is_an_error(make_llama):
         in_batches(make_llama(), range(3), 1000, run)
 
 
-def test_free_memory_of_this_machine():
-    free = memory.available_bytes(torch.device("cpu"))
-    assert free is None or 0 < free < 2**50
-    assert memory.available_bytes(torch.device("meta")) is None
-
-
 def test_files_that_were_read_leave_a_container_free(tmp_path, monkeypatch):
     """They count as used until somebody needs the room: of a limit of 1 MiB, 15/16 hold files here."""
     monkeypatch.setattr(memory, "GROUP", tmp_path)
@@ -165,8 +159,3 @@ def test_a_forecast_goes_by_operations(make_llama, monkeypatch, maximum, probe):
     assert timed == [probe] and f"512 tokens ×     4  about {duration(seconds[0])}, " in short
     assert f"2048 tokens ×     2  about {duration(seconds[1])}, " in long and "GiB" in long
     assert "harness     not estimated" in unknown and together.endswith(duration(sum(seconds)))
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "a second"), (42, "42 s"), (600, "10 min"), (9000, "2.5 h")])
-def test_durations(seconds, text):
-    assert duration(seconds) == text

@@ -128,9 +128,3 @@ def test_a_byte_order_mark_is_no_token(tmp_path, save, make_llama):
         assert run(model, "--texts", tmp_path / text, *arguments) == 0
         losses.append(results(tmp_path / text[:4])[0]["perplexity"])
     assert losses[0] == losses[1]
-
-
-def test_paths_of_any_letters(tmp_path, save, make_llama):
-    model = save("ümläut ☃", make_llama())
-    assert run(model, "--lengths", "200", "--trials", 1, "--output", tmp_path / "öut ☃") == 0
-    assert results(tmp_path / "öut ☃")[0]["name"] == "ümläut ☃"

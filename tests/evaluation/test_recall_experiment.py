@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pose_plugin.evaluation.prompts import token_ids
+from tests.pages import ROOT, recall_benchmark
 
-ROOT = Path(__file__).parent.parent.parent
 TEXT = " ".join(f"Line {i} tells of the sea and the wind.\n" for i in range(900))
 
 
 @pytest.fixture(scope="module")
 def recall():
-    """Imports modules of the benchmark, as `python benchmarks/recall/…` does."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield lambda name: importlib.import_module(f"recall.{name}")
-    for name in [name for name in sys.modules if name == "common" or name.split(".")[0] in ("recall", "smollm2")]:
-        del sys.modules[name]
-    sys.path.remove(str(ROOT / "benchmarks"))
+    with recall_benchmark() as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +40,6 @@ def test_rows_alternate_and_only_the_answer_of_a_retrieval_row_counts(recall, to
         assert key.isdigit() and key in tokenizer.decode(retrieval["input_ids"][: trained[0]])
 
 
-def test_the_same_seed_writes_the_same_rows(recall, tokenizer, tmp_path):
-    data, plays = recall("data"), [token_ids(tokenizer, TEXT)]
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        data.write_rows(tokenizer, plays, 4, 512, seed, tmp_path / name)
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() != (tmp_path / "c").read_text()
-
-
 def test_trained_words_are_not_judged(recall):
     settings, training = recall("settings"), recall("training_words")
     assert len(training.TEMPLATES) >= 20 and len(set(training.TEMPLATES)) == len(training.TEMPLATES)
@@ -63,13 +48,6 @@ def test_trained_words_are_not_judged(recall):
         assert "{name}" in fact and "{key}" in fact and "{name}" in question and "{key}" not in question
     for name in training.NAMES:
         assert not any(name in judged.split() for judged in settings.WORDING.names)
-
-
-def test_retrieval_documents_hold_the_fact_asked_for(recall, tokenizer):
-    data, plays = recall("data"), [token_ids(tokenizer, TEXT)]
-    for template in recall("training_words").TEMPLATES:
-        document = data.retrieval(tokenizer, plays, random.Random(0), template, 512)
-        assert 0 < document.answer_start < len(document.ids)
 
 
 def test_the_bootstrap_draws_haystacks_and_seeds(recall):
@@ -109,10 +87,3 @@ def test_a_torn_checkpoint_is_not_gone_on_from(recall, tmp_path):
         (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
     run.drop_torn_checkpoints(tmp_path)
     assert run.last_step(tmp_path) == 50
-
-
-def test_rows_of_results_are_kept_one_by_one(recall, tmp_path):
-    rows, path = recall("rows"), tmp_path / "results.json"
-    assert rows.load_rows(path) == []
-    rows.save_row(path, {"a": 1}, {"python": "3"})
-    assert rows.save_row(path, {"a": 2}, {"python": "3"}) == rows.load_rows(path) == [{"a": 1}, {"a": 2}]

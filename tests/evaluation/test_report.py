@@ -5,15 +5,12 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
 
 from pose_plugin.evaluation.figures import draw
 from pose_plugin.evaluation.report import csv_files, markdown, tables, write
 from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
-from pose_plugin.utils.errors import PoSEError
 
 
 def keys(found: dict[int, int]) -> Result:
@@ -178,17 +175,3 @@ def test_what_is_not_finite_stays_readable(tmp_path):
     write(report, tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["rows"]
     assert [row["score"] for row in kept] == [None, None] and kept[0]["details"] == {"loss": 900.0}
-
-
-def test_figures_without_matplotlib_name_what_to_install(report, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PoSEError, match=r"pose-plugin\[plot\]"):
-        draw(report, tmp_path)
-    assert write(report, tmp_path)
-
-
-def test_importing_the_report_does_not_import_matplotlib():
-    code = "import sys; from pose_plugin.evaluation import report, figures\n"
-    code += "print({'matplotlib', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr

@@ -268,8 +268,3 @@ def test_an_answer_has_all_its_tokens_and_ends_where_the_model_says(tokenizer):
     model.generation_config.eos_token_id = [7, 9]
     (row,) = needle(model, tokenizer, [400], **asked).rows
     assert row.details["answer"] == ""
-
-
-def test_a_prompt_of_another_length_is_no_prompt():
-    with pytest.raises(AssertionError, match=r"3 \+ 4 tokens is not 8"):
-        Prompt("single", [1, 2, 3], 4, 8, 0.0, ("1",))

@@ -321,17 +321,6 @@ def test_a_reader_that_has_enough(home):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_without_heavy_imports():
-    """Printing lines needs neither torch nor transformers."""
-    import subprocess
-
-    code = (
-        "import sys, pose_plugin.export as e; [e.exporter(n) for n in e.ENGINES]; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 def test_an_existing_modelfile_is_not_overwritten(tmp_path, capsys):
     save_full(tmp_path / "my model", "linear")
     file = tmp_path / "my model" / "Modelfile"

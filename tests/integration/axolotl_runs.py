@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.forked import made_once
+from tests.integration.records import Document, documents_of, logits_far_out, moved
 from tests.models import is_save_probe, make_llama, save
 
 # The special tokens w0, w1 and w2 are split off wherever they occur, so no word may begin with one.
@@ -161,21 +162,8 @@ class Batch:
     positions: np.ndarray | None
     mask: np.ndarray | None
 
-    def documents(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(tokens, positions) of every document: one a row with a mask, else cut where positions restart."""
-        assert self.positions is not None
-        found = []
-        for row, (tokens, positions) in enumerate(zip(self.tokens, self.positions, strict=True)):
-            if self.mask is not None:
-                used = self.mask[row] != 0
-                found.append((tuple(tokens[used].tolist()), tuple(positions[used].tolist())))
-                continue
-            cuts = np.flatnonzero(np.diff(positions) < 1) + 1
-            for piece in np.split(np.arange(len(tokens)), cuts):
-                # Padding: w0 is in no text.
-                if tokens[piece].any():
-                    found.append((tuple(tokens[piece].tolist()), tuple(positions[piece].tolist())))
-        return found
+    def documents(self) -> list[Document]:
+        return documents_of(self.tokens, self.positions, self.mask)
 
 
 @dataclass
@@ -190,33 +178,13 @@ class Run:
     inverse_frequencies: np.ndarray
     attention: str
     callbacks: list[str]
-    logits: np.ndarray
+    logits: list[list[float]]
 
     def of(self, kind: str) -> list[Batch]:
         return [batch for batch in self.batches if batch.kind == kind]
 
-    def documents(self, kind: str = "train") -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def documents(self, kind: str = "train") -> list[Document]:
         return [document for batch in self.of(kind) for document in batch.documents()]
-
-
-PROBE_TOKENS = [[33, 41, 49, 57, 65, 73, 81, 89]]
-PROBE_POSITIONS = [[0, 1, 2, 60, 200, 201, 400, 511]]
-
-
-def probe_logits(model: Any) -> np.ndarray:
-    """Logits of a fixed input whose positions reach past the base's window of 64."""
-    import torch
-
-    model.eval()
-    ids = torch.tensor(PROBE_TOKENS)
-    with torch.no_grad():
-        out = model(
-            input_ids=ids,
-            position_ids=torch.tensor(PROBE_POSITIONS),
-            attention_mask=torch.ones_like(ids),
-            use_cache=False,
-        )
-    return out.logits.float().numpy()
 
 
 def run(values: dict[str, Any]) -> Run:
@@ -244,11 +212,11 @@ def run(values: dict[str, Any]) -> Run:
         losses=[entry["loss"] for entry in history if "loss" in entry],
         eval_losses=[entry["eval_loss"] for entry in history if "eval_loss" in entry],
         batches=recorded,
-        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])],
+        moved=moved(model, before),
         modules={type(module).__name__ for module in model.modules()},
         inverse_frequencies=buffers[0].double().numpy(),
         attention=model.config._attn_implementation,
         callbacks=[type(callback).__name__ for callback in trainer.callback_handler.callbacks],
         # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
-        logits=np.zeros(0) if values.get("load_in_4bit") else probe_logits(model),
+        logits=[] if values.get("load_in_4bit") else logits_far_out(model),
     )

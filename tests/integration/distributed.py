@@ -169,7 +169,7 @@ def seen(trainer: Any, model: Any) -> dict[str, Any]:
     """What a rank has seen of its run, in a form that passes between processes."""
     import torch
 
-    from tests.integration.trl_runs import logits_far_out
+    from tests.integration.records import logits_far_out
 
     history = trainer.state.log_history
     return {
@@ -389,7 +389,7 @@ def reloaded(folder: Path, adapter: str) -> dict[str, Any]:
     """The saved model, loaded as anybody would load it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.integration.trl_runs import logits_far_out
+    from tests.integration.records import logits_far_out
 
     config = AutoConfig.from_pretrained(folder / "out")
     if adapter == "lora":

@@ -13,7 +13,8 @@ from typing import Any, get_args
 import numpy as np
 import yaml
 
-from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, train
+from tests.integration.axolotl_runs import train
+from tests.integration.records import logits_far_out, moved
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example_configs"
@@ -425,7 +426,7 @@ class ExampleRun:
     quantized: tuple[str, bool] | None
     sampler: str
     inverse_frequencies: np.ndarray
-    logits: np.ndarray
+    logits: list[list[float]]
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -456,19 +457,6 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
         seen["rows"] = [(list(row["input_ids"]), list(row["labels"])) for row in trainer.train_dataset]
 
     model, trainer = train(values, on_setup)
-    probe = torch.tensor(PROBE_TOKENS)
-    logits = np.zeros(0)
-    # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
-    if not values.get("load_in_4bit"):
-        model.eval()
-        with torch.no_grad():
-            out = model(
-                input_ids=probe,
-                position_ids=torch.tensor(PROBE_POSITIONS),
-                attention_mask=torch.ones_like(probe),
-                use_cache=False,
-            )
-        logits = out.logits.float().numpy()
     steps = [torch.diff(each, dim=1) for each in positions]
     frequencies = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
     layers = [m.weight for m in model.modules() if type(m).__name__ == "Linear4bit"]
@@ -480,10 +468,11 @@ def run_example(values: dict[str, Any]) -> ExampleRun:
         rows=seen["rows"],
         farthest=max(int(each.max()) for each in positions),
         jumps=any(bool((each > 1).any()) for each in steps),
-        moved=[n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])],
+        moved=moved(model, before),
         quantized=next(iter(states), None),
         sampler=seen["sampler"],
         inverse_frequencies=frequencies[0].double().numpy(),
-        logits=logits,
+        # bitsandbytes' 4-bit layers on CPU cannot leave training mode.
+        logits=[] if values.get("load_in_4bit") else logits_far_out(model),
         arguments={name: getattr(trainer.args, name, None) for name in _ARGUMENTS},
     )

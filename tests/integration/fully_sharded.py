@@ -105,7 +105,7 @@ def train(folder: Path, case: Any, fault: Any = None, settings: dict[str, Any] |
 def after(folder: Path, model: Any, collator: Any, many: bool) -> dict[str, Any]:
     from pose_plugin.checkpoints import complete_folder
     from tests.integration.distributed import divided, frequencies
-    from tests.integration.trl_runs import logits_far_out
+    from tests.integration.records import logits_far_out
 
     weights = get_model_state_dict(model, options=WHOLE) if many else model.state_dict()
     if os.environ.get("RANK", "0") == "0":

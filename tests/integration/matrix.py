@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.integration.records import spans
 
 BY_POSITIONS = ("eager", "sdpa", "flex_attention")
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -83,27 +84,13 @@ class Effect:
         return ", ".join(wrong) or "verified"
 
 
-def documents_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """(row, begin, end) of every document: one a row where a mask says so, else cut where positions restart."""
-    found = []
-    mask = batch.get("attention_mask")
-    for row, positions in enumerate(batch["position_ids"].cpu().numpy()):
-        if mask is not None:
-            used = np.flatnonzero(mask[row].cpu().numpy())
-            found.append((row, int(used[0]), int(used[-1]) + 1))
-            continue
-        cuts = [0, *(np.flatnonzero(np.diff(positions) < 1) + 1).tolist(), len(positions)]
-        # Padding is a document of its own; w0 pads and is in no text.
-        found += [(row, a, b) for a, b in pairwise(cuts) if batch["input_ids"][row, a:b].any()]
-    return found
-
-
 def effect(model: Any, batch: dict[str, Any], jumps: bool = True) -> Effect:
     """Looks at the document of the batch that has a jump with most neighbours before it."""
     import torch
 
-    documents = documents_of(batch)
-    places = batch["position_ids"].cpu().numpy()
+    given = [batch.get(name) for name in ("input_ids", "position_ids", "attention_mask")]
+    tokens, places, mask = (None if each is None else each.cpu().numpy() for each in given)
+    documents = list(spans(tokens, places, mask))
     row, begin, end, jump = next(
         (row, a, b, a + cut)
         for row, a, b in sorted(documents, key=lambda each: each[1], reverse=True)

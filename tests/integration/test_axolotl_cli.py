@@ -205,15 +205,6 @@ class StopHere:
         raise StopIteration
 
 
-@pytest.mark.parametrize("options", [["--pose.target_length"], ["--pose.target_length", "--debug"]])
-def test_an_option_without_a_value_is_refused(options):
-    click = pytest.importorskip("click")
-    from pose_plugin.frameworks.axolotl_overrides import _split
-
-    with pytest.raises(click.UsageError, match=r"--pose\.target_length"):
-        _split(options)
-
-
 def test_an_option_is_refused_if_the_hook_is_off(monkeypatch):
     from axolotl.cli import plugins
 

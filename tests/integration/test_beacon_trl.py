@@ -18,6 +18,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
 
 from tests.forked import LIMIT, CaseError, forked, good_ranks, ranks
 from tests.integration import distributed
+from tests.integration.records import layer_kinds, moved, unbind_all, watch_draws, weights_of
 from tests.integration.trl_runs import make_model, words
 
 LENGTHS = (20, 40, 40, 70, 70, 90, 100, 110)  # intervals of 16 in a window of 64: from 2 to 7 a text
@@ -82,30 +83,18 @@ def four_bit(folder: Path) -> Any:
 
 
 def learn(folder: Path, framework: str = "trl", resume: str | None = None, **config: Any) -> dict[str, Any]:
-    import torch
-
     from pose_plugin.beacon import find_tuner
 
     strategy = config.pop("strategy", None)
     if strategy:
         distributed.on_cpu(strategy)
     trainer = trainer_of(folder, framework, **config)
-    tuner = find_tuner(trainer.model)
-    plan, drawn = tuner.plan, []
-
-    def watched(cache: Any, tokens: int, *args: Any, **kwargs: Any) -> list[int]:
-        found = plan(cache, tokens, *args, **kwargs)
-        if tuner.training and torch.is_grad_enabled():
-            drawn.append((tokens, found))
-        return found
-
-    tuner.plan = watched
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    drawn, before = watch_draws(find_tuner(trainer.model)), weights_of(trainer.model)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return {
-        "moved": [n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])],
-        "kinds": sorted({type(m.get_base_layer()).__name__ for m in trainer.model.modules() if has_base_layer(m)}),
+        "moved": moved(trainer.model, before),
+        "kinds": layer_kinds(trainer.model),
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "drawn": drawn,
         "callbacks": [type(each).__name__ for each in trainer.callback_handler.callbacks],
@@ -113,10 +102,6 @@ def learn(folder: Path, framework: str = "trl", resume: str | None = None, **con
         "stage": distributed.stage(trainer),
         "world": trainer.args.world_size,
     }
-
-
-def has_base_layer(module: Any) -> bool:
-    return type(module).__name__ == "BeaconLinear"
 
 
 def run(folder: Path, *args: Any, **kwargs: Any) -> Any:
@@ -239,14 +224,7 @@ def test_trainers_are_left_as_they_were(home):
     def case() -> tuple[bool, bool]:
         from transformers import Trainer
 
-        from pose_plugin.training import binding
-
-        # Earlier tests in this process may still hold models.
-        gc.unfreeze()
-        gc.collect()
-        for place, entry in binding._wrapped.items():
-            setattr(*place, entry.original)
-        binding._wrapped.clear()
+        unbind_all()
         before = Trainer.train
         trainer = trainer_of(home)
         during = Trainer.train is before

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ pytest.importorskip("peft")
 from tests.forked import LIMIT, CaseError, Once, forked, good_ranks, ranks
 from tests.integration import distributed, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
-from tests.test_docs import blocks, commands
+from tests.pages import blocks
 
 # Kind of run and ZeRO stage, as accelerate names them.
 KINDS = {
@@ -471,44 +470,6 @@ def evaluated(folder, case, asked, out="out"):
 # --- docs/distributed.md --------------------------------------------------------------------------------------------
 
 PAGE = distributed.ROOT / "docs" / "distributed.md"
-ROWS = {
-    ("trl", "full"): "TRL, full",
-    ("trl", "lora"): "TRL, LoRA with",
-    ("axolotl", "full"): "Axolotl, full",
-    ("axolotl", "lora"): "Axolotl, LoRA with",
-    ("axolotl", "qlora"): "Axolotl, QLoRA",
-    ("loop", "full"): "your own loop",
-    ("loop", "lora"): "your own loop",
-}
-
-
-def test_the_page_calls_verified_what_is_tested():
-    lines = [line.strip("|").split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-    header = [cell.strip().lower().replace("-", "") for cell in lines[0]]
-    claimed = set()
-    for line in lines[2:]:
-        cells = [cell.strip() for cell in line]
-        for key, begin in ROWS.items():
-            if cells[0].startswith(begin):
-                verified = [
-                    s for s, cell in zip(header, cells, strict=True) if cell.startswith(("verified", "only LoRA"))
-                ]
-                claimed |= {Case(key[0], strategy, key[1]) for strategy in verified}
-    assert claimed == set(CASES)
-
-
-def test_the_page_names_files_that_exist_and_keys_that_are_tested():
-    import yaml
-
-    lines = commands("accelerate launch --config_file")
-    assert {Path(line[3]).stem for line in lines} >= {case.strategy for case in CASES}
-    for line in lines:
-        assert (distributed.ROOT / line[3]).is_file() and (distributed.ROOT / line[4]).is_file()
-    zero, fsdp = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
-    assert (distributed.ROOT / zero["deepspeed"]).is_file()
-    tested = {**distributed.FSDP2, "fsdp_config": {**distributed.FSDP2["fsdp_config"]}}
-    tested["fsdp_config"].pop("cpu_ram_efficient_loading")
-    assert fsdp == tested
 
 
 def test_the_snippet_of_the_page(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.forked import CaseError, forked
+from tests.integration.records import logits_far_out
 
 LENGTHS = [128, 256]
 NAMES = {"passkey/128", "passkey/256", "passkey/k_max", "perplexity/128", "perplexity/256"}
@@ -86,7 +87,7 @@ def trl_case(folder: Path, asked: dict[str, Any] | None, packing: bool) -> Any:
     trainer.add_callback(Logger())
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    logits = trl_runs.logits_far_out(trainer.model)
+    logits = logits_far_out(trainer.model)
     text = (folder / "text.txt").read_text() if asked else "w30 " * 300
     tokenizer = trainer.processing_class
     after = perplexity(trainer.model, tokenizer, [text], LENGTHS, max_windows=10, progress=False).metrics()

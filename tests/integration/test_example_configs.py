@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import forked
-from tests.integration.axolotl_runs import PROBE_POSITIONS, PROBE_TOKENS, import_axolotl
+from tests.integration.axolotl_runs import import_axolotl
 from tests.integration.example_runs import (
     BASES,
     FOLDER,
@@ -37,6 +35,7 @@ from tests.integration.example_runs import (
     write_data,
     write_tiny,
 )
+from tests.integration.records import logits_far_out
 
 pytestmark = pytest.mark.axolotl
 
@@ -291,55 +290,5 @@ def _reloads(out: Path, small: dict[str, Any], done: ExampleRun) -> None:
                 assert not torch.equal(saved[name], base[name.removeprefix("base_model.model.")]), "not trained"
                 torch.testing.assert_close(loaded[name.replace(".weight", ".modules_to_save.weight")], saved[name])
         assert any("lora_B" in n and v.abs().max() > 0 for n, v in saved.items())
-    if done.logits.size:
-        model.eval()
-        ids = torch.tensor(PROBE_TOKENS)
-        with torch.no_grad():
-            logits = model(
-                input_ids=ids,
-                position_ids=torch.tensor(PROBE_POSITIONS),
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-            ).logits
-        np.testing.assert_allclose(logits.float().numpy(), done.logits, atol=2e-4)
-
-
-# -- what the files say of themselves ------------------------------------------------------------------------------
-
-SCRIPTS = ["llama3-80k/trl_qlora.py", "llama3-80k/unsloth_qlora.py", "trl/sft.py"]
-
-
-@pytest.mark.parametrize("name", [*PROMISED, *SCRIPTS])
-def test_opens_with_how_to_run_it(name, monkeypatch):
-    """Its commands name itself and are ones that are there; what it should reach is published, or said to be open."""
-    from pose_plugin.cli.main import main
-
-    monkeypatch.chdir(ROOT)
-    text = (FOLDER / name).read_text()
-    head = text.split("\n\n", 1)[0] if name.endswith(".yaml") else text.split('"""')[1]
-    words = " ".join(head.replace("#", " ").split())
-    assert f"example_configs/{name}" in words
-    assert "Hardware:" in words and "Results:" in words
-    assert any(word in words for word in ("ublished", "not been measured", "README.md"))
-    for line in head.splitlines():
-        command = line.removeprefix("#").split("  #")[0].replace("Run:", "").strip()
-        if command.startswith("pose-plugin "):
-            # Every argument is accepted; only the model is not here.
-            assert main(command.split()[1:]) == 2, command
-        for word in command.split():
-            assert not word.startswith("example_configs/") or (ROOT / word).is_file(), command
-        for extra in re.findall(r"pose-plugin\[(\w+)\]", command):
-            assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_index_names_every_file():
-    text = (FOLDER / "README.md").read_text()
-    linked = {target.split("#")[0] for target in re.findall(r"\]\((?!http|\.\./)([^)]+)\)", text)}
-    assert all((FOLDER / each).exists() for each in linked), linked
-    tracked = subprocess.run(["git", "ls-files", "."], cwd=FOLDER, capture_output=True, text=True).stdout.split()
-    files = tracked or [
-        str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*") if path.suffix in (".yaml", ".py")
-    ]
-    for file in files:
-        # A folder may be named as a whole.
-        assert file == "README.md" or {file, f"{file.split('/')[0]}/"} & linked, file
+    if done.logits:
+        np.testing.assert_allclose(logits_far_out(model), done.logits, atol=2e-4)

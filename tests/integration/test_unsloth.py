@@ -139,26 +139,8 @@ def functions(part: str, *names: str, **given) -> dict:
     return scope
 
 
-def loader_lines() -> str:
-    """The lines of its loader that decide about rope scaling."""
-    text = source("models/llama.py")
-    begin = text.index("elif not caller_rope_scaling and max_seq_length > model_max_seq_length:")
-    return text[begin : begin + 2500]
-
-
 def theta(config, default=10000.0):
     return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", default)
-
-
-def test_its_own_scaling_begins_where_ours_ends():
-    """Only rows longer than the config's maximum get its linear scaling, and then it replaces what is there."""
-    assert 'kwargs["rope_scaling"] = linear_scaling' in loader_lines()
-    scope = functions("models/llama.py", "_rope_scaling_as_dict", "_extended_rope_scaling", _get_rope_theta=theta)
-    config = extend_context(make_llama().config, TARGET, "yarn")
-    scaling, before = scope["_extended_rope_scaling"](config, 2.0)
-    assert before == "yarn" and scaling["type"] == "linear", "yarn would be gone"
-    # What it reads as the model's maximum is ours.
-    assert "model_max_seq_length = model_config.max_position_embeddings" in source("models/llama.py")
 
 
 @pytest.mark.parametrize("rope", ["linear", "yarn", "llama3", "ntk"])
@@ -193,8 +175,3 @@ def test_it_finds_packed_documents_at_zero(positions, borders):
     scope = functions("utils/packing.py", "_varlen_from_position_ids", _seq_idx_from_cu_seqlens=lambda cu, total: cu)
     found = scope["_varlen_from_position_ids"](torch.tensor([positions]))
     assert (None if found is None else found.tolist()) == borders
-
-
-def test_its_table_is_as_long_as_the_maximum():
-    """Given positions, it builds max_position_embeddings rows, whatever the positions are."""
-    assert "rope_rows = max(rope_rows, self.config.max_position_embeddings)" in source("models/llama.py")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import made_once
+from tests.integration.records import Document, documents_of, logits_far_out
 from tests.models import is_save_probe, make_llama, save
 
 TARGET, WINDOW, ROWS, EPOCHS = 512, 64, 8, 2
@@ -120,7 +121,7 @@ class Record:
     """What reaches the decoder: in training steps, documents with their positions; in evaluation, positions."""
 
     def __init__(self, model: Any) -> None:
-        self.steps: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+        self.steps: list[list[Document]] = []
         self.masked: set[bool] = set()
         self.evaluation: list[list[list[int]]] = []
         decoder = next(module for module in model.modules() if type(module).__name__ == "LlamaModel")
@@ -137,32 +138,6 @@ class Record:
         elif torch.is_grad_enabled():  # the self-test runs without gradients
             self.masked.add(mask is not None)
             self.steps.append(documents_of(kwargs["input_ids"], positions, mask))
-
-
-def documents_of(ids: Any, positions: Any, mask: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(tokens, positions) of every document; where there is no mask, position 0 opens one."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for row in range(ids.shape[0]):
-        keep = slice(None) if mask is None else mask[row].bool()
-        tokens, places = ids[row][keep].tolist(), positions[row][keep].tolist()
-        starts = [i for i, place in enumerate(places) if place == 0]
-        for begin, end in zip(starts, [*starts[1:], len(places)], strict=True):
-            found.append((tuple(tokens[begin:end]), tuple(places[begin:end])))
-    return found
-
-
-def logits_far_out(model: Any) -> list[list[float]]:
-    """Logits of 16 tokens at positions 300 to 315, past the old window of 64."""
-    import torch
-
-    was = model.training
-    model.eval()
-    with torch.no_grad():
-        ids = torch.arange(20, 36)[None]
-        places = torch.arange(300, 316)[None]
-        logits = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits
-    model.train(was)
-    return logits[0].float().tolist()
 
 
 def run(trainer: Any, resume: str | None = None, save: bool = True) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from pose_plugin.cli.main import main
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.utils.errors import PoSEError
-from tests.forked import LIMIT
 from tests.plan.test_architecture import LLAMA3_8B
 
 ROOT = Path(__file__).parent.parent.parent
@@ -285,9 +282,7 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         ([], "--base, --target-length, --train-length missing"),
         (["{yaml}", "--target-length", "5"], "--target-length cannot go with"),
         (["{yaml}", "--method", "qlora"], "--method cannot"),
-        (["{yaml}", "--checkpointing"], "--checkpointing cannot"),
         (["{yaml}", "--gpus", "0"], "--gpus: '0' is not"),
-        (["{yaml}", "--gpu-memory", "nan"], "--gpu-memory: 'nan' is not"),
         (["{yaml}", "--base", "{wrong}"], "transformers cannot build a model from the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists)"),
@@ -315,16 +310,6 @@ def test_refused(base, tmp_path, capsys, line, text):
     assert text in capsys.readouterr().err
 
 
-def test_importing_the_package_imports_no_torch():
-    """torch and transformers are imported when a plan is made, so that --help is fast."""
-    code = (
-        "import sys, pose_plugin.cli.plan, pose_plugin.plan.report; "
-        "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
     (tmp_path / "x.yaml").write_text("a: 1")
     with pytest.raises(PoSEError, match="has no base_model"):
@@ -338,22 +323,14 @@ def test_a_yaml_without_a_base_or_a_window(base, tmp_path):
     [
         ({"sequence_len": "1e30"}, "sequence_len='1e30' cannot work: .* at most 2147483647"),
         ({"learning_rate": float("nan")}, "learning_rate=nan cannot work"),
-        ({"micro_batch_size": float("inf")}, "micro_batch_size=inf cannot work"),
-        ({"num_epochs": "four"}, "num_epochs='four' cannot work"),
-        ({"sequence_len": "long"}, "sequence_len='long' cannot work: .*whole number of at least 1"),
         ({"micro_batch_size": -2}, "micro_batch_size=-2 cannot work"),
-        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps='auto'"),
-        ({"max_steps": "many"}, "max_steps='many'"),
         ({"adapter": "lora", "lora_r": 0.5}, "lora_r=0.5"),
         ({"adapter": "lora", "lora_modules_to_save": "norm"}, r"lora_modules_to_save='norm'"),
-        ({"optimizer": "adamw_torch", "learning_rate": "small"}, "learning_rate='small' cannot work"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage=4 cannot work: .*at most 3"),
         ({"deepspeed": [1]}, r"deepspeed=\[1\] is not a block"),
-        ({"deepspeed": {"zero_optimization": 3}}, "zero_optimization=3 is not"),
         ({"deepspeed": {"zero_optimization": {"stage": "auto"}}}, "stage='auto'"),
         ({"fsdp_config": "full"}, "fsdp_config='full' is not"),
         ({"datasets": {"path": "a.jsonl"}}, "datasets=.* is not a list of blocks"),
-        ({"datasets": ["a.jsonl"]}, "datasets=.* is not a list of blocks"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(base, changes, text):
@@ -384,34 +361,16 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
     "content",
     [
         b"base_model: x # \xe9\n",
-        b"base_model:\nsequence_len: 8\n",
-        b"base_model: [x]\n",
-        b"- base_model: x\n",
-        b"hello\n",
         b"",
         b"base_model: x\n---\nbase_model: y\n",
         b"base_model: x\n\tsequence_len: 8\n",
         b"base_model: !!python/object:os.system x\n",
-        b"\x00\x01",
     ],
 )
 def test_yamls_that_are_not_text_or_have_no_base(tmp_path, content):
     (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(PoSEError, match=r"is not valid YAML|has no base_model"):
         from_yaml(tmp_path / "x.yaml")
-
-
-def test_assumptions_are_noted(base):
-    notes = [
-        from_values(values(base, **changes)).notes[0]
-        for changes in (
-            {"adapter": "other"},
-            {"adapter": "qlora"},
-            {"bf16": "full"},
-        )
-    ]
-    words = "adapter=other", "load_in_4bit", "bf16='full'"
-    assert [word in text for word, text in zip(words, notes, strict=True)] == [True] * 3
 
 
 def test_a_config_that_is_not_json(tmp_path):

@@ -64,17 +64,6 @@ def test_no_skip_covers_the_window_and_nothing_else():
     assert (seen[1:2048] == 1).all() and (seen[2048:] == 0).all()
 
 
-def test_randpos_covers_almost_everything():
-    seen = coverage(settings(sampler="randpos"), draws=20).probability
-    assert seen[DISTANCES[:-2]].min() == 1.0
-
-
-def test_more_chunks_cover_more_of_the_far_distances():
-    two, three = (coverage(settings(chunks=n), draws=4000).probability for n in (2, 3))
-    assert three[4096] > two[4096] and three[14336] > two[14336]
-    assert three[1024] < two[1024]
-
-
 def test_margin_lifts_the_last_distances():
     plain = coverage(settings(), draws=4000).probability[16000]
     wide = coverage(settings(target_margin=2048), draws=4000).probability[16000]

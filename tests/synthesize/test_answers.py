@@ -13,10 +13,15 @@ from pose_plugin.synthesize.client import Pace
 from pose_plugin.synthesize.paid import Ledger
 from pose_plugin.synthesize.quotes import Finder
 from pose_plugin.synthesize.settings import Settings
-from pose_plugin.synthesize.tasks.common import questions_from
+from pose_plugin.synthesize.tasks.common import Made, questions_into
 from tests.synthesize.test_quotes import TEXT
 
 LIFE = Biography(biography="x")
+
+
+def questions_from(content, count, find, settings):
+    made = Made()
+    return questions_into(made, count, find, settings)(content), made.dropped
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 
@@ -14,10 +13,10 @@ from pose_plugin.cli.parser import Parser
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import Settings, parse_settings
 from pose_plugin.utils.errors import PoSEError
+from tests.pages import ROOT, blocks
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import lines, manifest
 from tests.synthesize.server import Server
-from tests.test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs" / "synthesize.md"
 
@@ -57,24 +56,6 @@ def test_every_command_runs(folder, tmp_path, monkeypatch, capsys):
             assert {path.name for path in made.iterdir()} == set(
                 re.findall(r"^\| `(\S+\.jsonl?)`", PAGE.read_text(), re.M)
             )
-
-
-def test_the_page_names_the_defaults():
-    """`--option` (n) and (n) in tables."""
-    parser = argparse.ArgumentParser()
-    synthesize.add_arguments(parser)
-    defaults = Settings(inputs=(), output=ROOT, tokenizer="t", model="m", window=81920)
-    text = PAGE.read_text(encoding="utf-8") + "".join(
-        f"`{action.option_strings[0]}` ({number})"
-        for action in parser._actions
-        for number in re.findall(r"default (\d[\d.]*)\)", action.help or "")
-    )
-    said = re.findall(r"`--([a-z-]+)` \((\d[\d.]*)\)", text)
-    assert len(said) > 20
-    for name, number in said:
-        assert float(number) == float(getattr(defaults, name.replace("-", "_"))), name
-    options = {option for action in parser._actions for option in action.option_strings}
-    assert set(re.findall(r"`(--[a-z-]+)", text)) <= options
 
 
 def test_the_yaml_is_what_axolotl_was_given():

@@ -70,37 +70,39 @@ def tokens_of(document: Document, texts: list[str]) -> int:
     return round(sum(map(len, texts)) * document.tokens / max(1, document.characters)) + PROMPT_TOKENS
 
 
-def questions_from(
-    content: str, count: int, find: Callable[[list[str]], list[Span]], settings: Settings
-) -> tuple[list[Turn], Counter[str]]:
-    """Read an answer of questions, and keep up to `count` that are grounded in the text.
+def questions_into(
+    made: Made, count: int, find: Callable[[list[str]], list[Span]], settings: Settings
+) -> Callable[[str], list[Turn]]:
+    """Return the `accept` of a request for questions: it keeps up to `count` that are grounded in the text.
+
+    It raises UnusableError if none is left.
 
     Args:
+        made: counts the questions that are dropped, if others of their answer are kept.
         find: returns where a question's quotes are in the text; nothing if they prove less than the task asks for.
-
-    Returns:
-        The questions, and reason → questions that were dropped.
-
-    Raises:
-        UnusableError: none is left.
     """
-    turns: list[Turn] = []
-    dropped: Counter[str] = Counter()
-    seen: set[str] = set()
-    questions, whole = parse_questions(content)
-    if not whole:
-        dropped["rest of an answer that was cut off or broken"] += 1
-    for question in questions:
-        quotes = find(question.quotes)
-        problem = _problem(question, quotes, settings, seen)
-        if problem:
-            dropped[problem] += 1
-        elif len(turns) < count:
-            turns.append(Turn(question.question, question.answer, tuple(quotes)))
-    if not turns:
-        why = f"all {len(questions)} questions were dropped: {', '.join(dropped)}" if questions else "no question"
-        raise UnusableError(why)
-    return turns, dropped
+
+    def accept(content: str) -> list[Turn]:
+        turns: list[Turn] = []
+        dropped: Counter[str] = Counter()
+        seen: set[str] = set()
+        questions, whole = parse_questions(content)
+        if not whole:
+            dropped["rest of an answer that was cut off or broken"] += 1
+        for question in questions:
+            quotes = find(question.quotes)
+            problem = _problem(question, quotes, settings, seen)
+            if problem:
+                dropped[problem] += 1
+            elif len(turns) < count:
+                turns.append(Turn(question.question, question.answer, tuple(quotes)))
+        if not turns:
+            why = f"all {len(questions)} questions were dropped: {', '.join(dropped)}" if questions else "no question"
+            raise UnusableError(why)
+        made.dropped += dropped
+        return turns
+
+    return accept
 
 
 def _problem(question: Question, quotes: list[Span], settings: Settings, seen: set[str]) -> str | None:
@@ -111,19 +113,6 @@ def _problem(question: Question, quotes: list[Span], settings: Settings, seen: s
         return "asked twice"
     seen.add(plain)
     return "quotes are not where they should be in the text" if settings.check_quotes and not quotes else None
-
-
-def questions_into(
-    made: Made, count: int, find: Callable[[list[str]], list[Span]], settings: Settings
-) -> Callable[[str], list[Turn]]:
-    """Return `questions_from` as the `accept` of a request. It counts dropped questions in `made`."""
-
-    def accept(content: str) -> list[Turn]:
-        turns, dropped = questions_from(content, count, find, settings)
-        made.dropped += dropped
-        return turns
-
-    return accept
 
 
 async def ask_all(client: Client, requests: list[Request[Any]], made: Made) -> list[Any]:
