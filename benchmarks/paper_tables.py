@@ -158,8 +158,8 @@ TABLES = {
         {
             "The three have nearly the same perplexity at the target (within 3 %).": lambda v: _alike(v, list(v)),
         },
-        note="With v = 0, every epoch reads the same first 128 tokens of a document. With v = u, positions are those of\n"
-        "the tokens in their document, so the passkey documents, which have at most 128 tokens, have no skip.",
+        note="With v = 0, every epoch reads the same first 128 tokens of a document. With v = u, positions are those "
+        "of\nthe tokens in their document, so the passkey documents, which have at most 128 tokens, have no skip.",
     ),
     "6": Table(
         "Kinds of interpolation",
@@ -361,15 +361,13 @@ def run_table(name: str, seeds: Sequence[int], work: Path, results: Path, quick:
     for seed in seeds:
         for number, (title, row) in enumerate(table.rows.items()):
             done = data["runs"].setdefault(title, {})
-            if row.committed:
-                done.update(committed_runs(row))
-            if str(seed) in done:
-                continue
-            print(f"… table {name}, {title}, seed {seed}", flush=True)
-            done[str(seed)] = one_run(table, f"table {name} row {number}", row, seed, work, quick)
-            data |= {"lengths": table.lengths, "machine": machine("torch", "transformers", "axolotl")}
+            done.update(committed_runs(row))
+            if str(seed) not in done:
+                print(f"… table {name}, {title}, seed {seed}", flush=True)
+                done[str(seed)] = one_run(table, f"table {name} row {number}", row, seed, work, quick)
+                data |= {"lengths": table.lengths, "machine": machine("torch", "transformers", "axolotl")}
+                print(f"✓ {done[str(seed)]}", flush=True)
             save(data, result_path(results, name))
-            print(f"✓ {done[str(seed)]}", flush=True)
 
 
 def means(data: dict[str, Any], table: Table) -> tuple[Values, int]:

@@ -10,8 +10,8 @@ from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant
 from tests.evaluation.test_retrieval import model_of, prompts_of
 
-FUNCTION = {"a", "an", "at", "below", "before", "from", "good", "has", "in", "is", "of", "on", "or", "person", "the", "to",
-            "which"}  # fmt: skip
+FUNCTION = {"a", "an", "at", "below", "before", "from", "good", "has", "in", "is", "of", "on", "or", "person", "the",
+            "to", "which"}  # fmt: skip
 
 
 def words(text):
