@@ -184,6 +184,30 @@ def test_the_smollm2_run_in_small(tmp_path):
         assert done.stdout.count(f"| {name} |") == 4
 
 
+def test_a_table_of_the_paper_in_small(tmp_path):
+    """The missing run is trained with Axolotl and judged, the others are the quick start's; a rerun trains nothing."""
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
+    command = [sys.executable, str(FOLDER / "paper_tables.py"), "--tables", "5", "--seeds", "10", "--quick"]
+    command += ["--output", str(tmp_path), "--work", str(tmp_path / "work")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    runs = json.loads((tmp_path / "paper_table_5.json").read_text())["runs"]
+    assert len(runs) == 4 and all("10" in seeds for seeds in runs.values())
+    page = (tmp_path / "paper_tables.md").read_text()
+    assert "| 3 chunks (content: skip) |" in page and "--tables 6`" in page
+    again = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert again.returncode == 0 and done.stdout.count("✓") == 1 and "✓" not in again.stdout
+
+
+def test_the_page_of_the_papers_tables_quotes_the_results():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        tables = importlib.import_module("paper_tables")
+    finally:
+        sys.path.remove(str(FOLDER))
+    assert (FOLDER.parent / "docs" / "paper_tables.md").read_text() == tables.page(FOLDER / "results")
+
+
 def test_the_smollm2_page_quotes_the_results():
     sys.path.insert(0, str(FOLDER))
     try:

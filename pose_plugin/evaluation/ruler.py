@@ -88,16 +88,21 @@ class Data:
         places = spec.submodule_search_locations if spec is not None else None
         return Path(next(iter(places))) / "data" / "synthetic" / "json" if places else None
 
-    def require(self, task: str, file: str) -> None:
-        """Raise PoSEError if the file that a task needs is missing."""
-        if not file or (file == ESSAYS and self._essays is not None):
-            return
-        if self.folder is None or not (self.folder / file).is_file():
-            free = ", ".join(name for name, each in TASKS.items() if not each.file)
+    def require(self, tasks: Sequence[str]) -> None:
+        """Raise PoSEError if a file that a task needs is missing."""
+        missing: dict[str, list[str]] = {}
+        for task in tasks:
+            file = TASKS[task].file
+            replaced = file == ESSAYS and self._essays is not None
+            if file and not replaced and (self.folder is None or not (self.folder / file).is_file()):
+                missing.setdefault(file, []).append(task)
+        if missing:
+            needs = "; ".join(f"ruler_tasks={','.join(names)} needs {file}" for file, names in missing.items())
+            free = ",".join(name for name, each in TASKS.items() if not each.file)
             where = "" if self._given is None else f", and ruler_data={self._given} does not contain it"
             raise PoSEError(
-                f'ruler_tasks={task} needs {file}{where}; pip install "pose-plugin[ruler]" ({PACKAGE}), give a folder '
-                f"with the file as ruler_data, or choose from the tasks that need no file: {free}"
+                f'{needs}{where}; pip install "pose-plugin[ruler]" ({PACKAGE}), give a folder with the files as '
+                f"ruler_data, or use the tasks that need no file: {free}"
             )
 
     def _read(self, file: str) -> Any:

@@ -61,6 +61,11 @@ ROWS = {
         options={"kinds": ["single", "kv"], "trials": 2},
     ),
     "topics": Expected(["topics/first/600", "topics/first/700"], ["topics.csv", "topics.png"], options={"trials": 2}),
+    "association": Expected(
+        [f"association/{kind}/{n}" for kind in ("literal", "associated") for n in (600, 700)],
+        ["association.csv", "association_depth.csv", "association_literal.png", "association_associated.png"],
+        options={"trials": 5},
+    ),
     "ruler": Expected(
         [f"ruler/{kind}/{n}" for kind in ("vt", "niah_single_1", "average") for n in (600, 700)],
         ["ruler.csv", "ruler_vt.png", "ruler_niah_single_1.png", "ruler_average.png"],

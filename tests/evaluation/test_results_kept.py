@@ -22,7 +22,7 @@ from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 ALL = (*MEASURES, "answer")
-PROMPTS = {"passkey", "needle", "topics"}
+PROMPTS = {"passkey", "needle", "topics", "association", "ruler"}
 TEXTS = {"haystack", "perplexity", "longppl", "gap", "short", "answer"}
 
 
@@ -43,7 +43,8 @@ def keys(folder, tmp_path, monkeypatch):
     described = describe(str(folder))
 
     def of(source=described, dtype="auto", length=620, lengths=(620, 650), texts=(TEXT,), answer=(300,), **options):
-        given = {"harness_path": str(tmp_path / "own"), "harness": ["own"], "evaluator": "judge", **options}
+        given = {"harness_path": str(tmp_path / "own"), "harness": ["own"], "evaluator": "judge"}
+        given = {**given, "ruler_tasks": ["vt"], **options}
         measures = []
         for measure in MEASURES.values():
             own = {name: value for name, value in given.items() if name in measure.model_fields}
@@ -70,7 +71,7 @@ def test_each_option_counts_where_it_matters_and_only_there(keys):
         ({"trials": 7}, PROMPTS),
         ({"seed": 7}, PROMPTS | {"haystack", "harness"}),
         ({"facts": 7}, {"haystack"}),
-        ({"depths": [0.5]}, PROMPTS - {"topics"}),
+        ({"depths": [0.5]}, {"passkey", "needle"}),
         ({"filler": "One. "}, PROMPTS),
         ({"texts": [TEXT.replace("quick", "slick")]}, TEXTS),
         ({"texts": [TEXT, TEXT]}, TEXTS),
@@ -80,6 +81,7 @@ def test_each_option_counts_where_it_matters_and_only_there(keys):
         ({"lengths": [620, 640]}, {"perplexity", "harness"}),
         ({"lengths": [610, 650]}, {"gap", "harness"}),
         ({"kinds": ["kv"]}, {"needle"}),
+        ({"ruler_tasks": ["niah_single_1"]}, {"ruler"}),
         ({"short_context": 99}, {"longppl", "answer"}),
         ({"short_length": 99}, {"short"}),
         ({"answer": [301]}, {"longppl"}),

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from pose_plugin.evaluation.measure import Measure
+from pose_plugin.evaluation.measures.association import Association
 from pose_plugin.evaluation.measures.gap import Gap
 from pose_plugin.evaluation.measures.harness import Harness
 from pose_plugin.evaluation.measures.haystack import Haystack
@@ -22,7 +23,7 @@ from pose_plugin.utils.errors import Complaints, PoSEError, did_you_mean
 
 MEASURES: dict[str, type[Measure]] = {
     measure.name: measure
-    for measure in (Passkey, Haystack, Perplexity, Needle, Topics, Ruler, LongPPL, Gap, Short, Harness)
+    for measure in (Passkey, Haystack, Perplexity, Needle, Topics, Association, Ruler, LongPPL, Gap, Short, Harness)
 }
 
 

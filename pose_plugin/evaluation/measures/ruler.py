@@ -22,7 +22,7 @@ from pose_plugin.evaluation.prompts import leading_ids, require_room, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.evaluation.retrieval import Prompt, Retrieval
 from pose_plugin.evaluation.ruler import ESSAYS, TASKS, data_in, fitted, score
-from pose_plugin.utils.errors import Complaints, PoSEError, did_you_mean
+from pose_plugin.utils.errors import PoSEError, did_you_mean
 
 AVERAGE = "average"
 
@@ -59,17 +59,12 @@ class Ruler(Retrieval):
     _made: tuple[int, list[Prompt]] | None = None
 
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
-        complaints = Complaints()
+        unknown = next((task for task in self.ruler_tasks if task not in TASKS), None)
+        if unknown is not None or not self.ruler_tasks:
+            close = did_you_mean(unknown or "", TASKS)
+            raise PoSEError(f"ruler_tasks={unknown or self.ruler_tasks}{close}: choose from {', '.join(TASKS)}")
         self._data = data_in(self.ruler_data, self.filler)
-        for task in self.ruler_tasks:
-            with complaints:
-                if task not in TASKS:
-                    known = f"{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}"
-                    raise PoSEError(f"ruler_tasks={task} is unknown{known}")
-                self._data.require(task, TASKS[task].file)
-        complaints.raise_all()
-        if not self.ruler_tasks:
-            raise PoSEError(f"ruler_tasks is empty; choose from {', '.join(TASKS)}")
+        self._data.require(self.ruler_tasks)
         self._made = None
         super().prepare(tokenizer, lengths, windows)
 
