@@ -184,7 +184,7 @@ def test_the_smollm2_run_in_small(tmp_path):
         assert done.stdout.count(f"| {name} |") == 4
 
 
-def test_the_smollm2_page_quotes_the_results():
+def test_readme_and_the_smollm2_page_quote_the_results():
     sys.path.insert(0, str(FOLDER))
     try:
         tables = importlib.import_module("smollm2.tables")
@@ -194,4 +194,6 @@ def test_the_smollm2_page_quotes_the_results():
     quoted = tables.table(committed("smollm2"))
     assert quoted in page
     assert not re.search(r"^\|", page.replace(quoted, ""), re.MULTILINE)
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    assert tables.summary(committed("smollm2")) in readme
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")

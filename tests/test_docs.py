@@ -22,10 +22,16 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def commands(program: str) -> list[list[str]]:
-    """Return every command line of the pages that begins with the program, with continuation lines joined."""
+def commands(program: str, *pages: Path) -> list[list[str]]:
+    """Return the command lines of the pages that begin with the program, with continuation lines joined.
+
+    Args:
+        program: the first words of the line.
+        pages: default: README and docs, without the page that has its own folders and test.
+    """
+    pages = pages or tuple(page for page in PAGES if page.name != "other_trainers.md")
     lines = [
-        line for page in PAGES for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
+        line for page in pages for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
     ]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
 
