@@ -175,7 +175,7 @@ def test_plan_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The tutorial's command names a base on the Hub and has its own test.
     lines = [line for line in commands("pose-plugin plan") if "--base" in line or "quickstart" in line[2]]
-    assert len(lines) == 5
+    assert len(lines) == 4
     printed = ""
     for line in lines:
         assert main([*line[1:], "--draws", "50"]) == 0
@@ -268,7 +268,9 @@ def test_notebook(tmp_path, monkeypatch):
     lengths, left_out = forked(case).value
     assert set(lengths.values()) == {5} and len(lengths) == 3
     assert left_out or (ROOT / "outputs" / "smollm2").is_dir()
-    assert json.loads((tmp_path / "outputs" / "notebook" / "config.json").read_text())["max_position_embeddings"] == 2048
+    assert (
+        json.loads((tmp_path / "outputs" / "notebook" / "config.json").read_text())["max_position_embeddings"] == 2048
+    )
 
 
 def test_unsloth_snippet(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ import yaml
 import pose_plugin
 from pose_plugin.cli.main import main
 from pose_plugin.rope import inverse_frequencies
-from tests.conftest import make_llama, make_tokenizer
 from tests.doctor.broken import QWEN2, yarn
 from tests.forked import forked
+from tests.models import make_llama, make_tokenizer
 from tests.test_docs import ROOT, blocks, commands
 
 BY_HAND, OTHERS = ROOT / "docs" / "by_hand.md", ROOT / "docs" / "other_trainers.md"
