@@ -5,8 +5,8 @@
 
 All rows but the first two are trained with Axolotl and the plugin. In addition to the runs of `make demo` there is "cut
 apart": PoSE without the mask, which is what a naive use of its positions trains. The script writes
-results/quickstart.json, the table in README.md and docs/figures/quickstart.png. Its seeds were not used to choose
-settings.
+results/quickstart.json, the table in docs/quickstart.md and docs/figures/quickstart.png. Its seeds were not used to
+choose settings.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def table(models: dict[str, Any], lengths: list[int]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, text: str) -> str:
+def with_table(page: str, text: str) -> str:
     begin, end = (re.escape(mark) for mark in MARKS)
-    return re.sub(f"({begin}).*?({end})", lambda match: f"{match[1]}\n{text}\n{match[2]}", readme, flags=re.S)
+    return re.sub(f"({begin}).*?({end})", lambda match: f"{match[1]}\n{text}\n{match[2]}", page, flags=re.S)
 
 
 def draw(models: dict[str, Any], lengths: list[int], path: Path) -> None:
@@ -118,8 +118,8 @@ def main() -> None:
     (results / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(models, run.LENGTHS, figures / "quickstart.png")
     if not args.quick:
-        readme = ROOT / "README.md"
-        readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(models, run.LENGTHS)), encoding="utf-8")
+        page = ROOT / "docs" / "quickstart.md"
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table(models, run.LENGTHS)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def commands(program: str, pages: Sequence[Path] = PAGES) -> list[list[str]]:
-    """Return every command line of the pages that begins with the program, with continuation lines joined."""
+def commands(program: str, pages: Sequence[Path] = ()) -> list[list[str]]:
+    """Return every command line of the pages that begins with the program, with continuation lines joined.
+
+    Args:
+        program: the first words of the line.
+        pages: default: README and docs, without the page that has its own folders and test.
+    """
+    pages = pages or [page for page in PAGES if page.name != "other_trainers.md"]
     texts = [block.replace("\\\n", " ") for page in pages for block in blocks(page, "bash")]
     lines = [line for text in texts for line in text.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]

@@ -208,7 +208,7 @@ def test_the_page_of_the_papers_tables_quotes_the_results():
     assert (FOLDER.parent / "docs" / "paper_tables.md").read_text() == tables.page(FOLDER / "results")
 
 
-def test_the_smollm2_page_quotes_the_results():
+def test_readme_and_the_smollm2_page_quote_the_results():
     sys.path.insert(0, str(FOLDER))
     try:
         tables = importlib.import_module("smollm2.tables")
@@ -218,4 +218,6 @@ def test_the_smollm2_page_quotes_the_results():
     quoted = tables.table(committed("smollm2"))
     assert quoted in page
     assert not re.search(r"^\|", page.replace(quoted, ""), re.MULTILINE)
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    assert tables.summary(committed("smollm2")) in readme
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")

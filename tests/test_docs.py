@@ -111,6 +111,20 @@ def test_api_page_has_every_public_name():
             assert getattr(importlib.import_module(module), attribute) is getattr(pose_plugin, attribute)
 
 
+def test_badges_of_the_readme_are_those_of_the_package():
+    from urllib.parse import unquote
+
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    badges = dict(re.findall(r"img\.shields\.io/badge/(\w+)-(.+)-\w+\)", readme))
+    (licence,) = re.findall(r'^license = "(.+)"', project, re.M)
+    (python,) = re.findall(r'^requires-python = ">=(.+)"', project, re.M)
+    assert {name: unquote(text).replace("--", "-") for name, text in badges.items()} == {
+        "licence": licence,
+        "python": f"{python}+",
+    }
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8")
     assert sorted(re.findall(r": (\w+\.md)$", navigation, re.M)) == sorted(
@@ -140,7 +154,7 @@ def test_plan_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The tutorial's command names a base on the Hub and has its own test.
     lines = [line for line in commands("pose-plugin plan") if "--base" in line or "quickstart" in line[2]]
-    assert len(lines) == 5
+    assert len(lines) == 4
     printed = ""
     for line in lines:
         assert main([*line[1:], "--draws", "50"]) == 0
@@ -203,6 +217,39 @@ def test_evaluate_command_of_readme_is_complete(tmp_path, monkeypatch):
     for line in lines:
         # All arguments are accepted; only the model is missing.
         assert main(line[1:]) == 2
+
+
+def test_notebook(tmp_path, monkeypatch):
+    """Its cells run one after the other, with few steps and prompts; without SmolLM2's folder a sentence says so."""
+    pytest.importorskip("trl")
+    pytest.importorskip("matplotlib")
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    for shown, short in [
+        ("STEPS = 300", "STEPS = 2"),
+        ("TRIALS = 10", "TRIALS = 1"),
+        ('"--out", "data"', '"--out", "data", "--documents", "20"'),
+        # The working folder is not in the clone.
+        ("Path.cwd()", f"Path({str(ROOT)!r})"),
+    ]:
+        assert shown in source
+        source = source.replace(shown, short)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+
+    def case():
+        names: dict = {}
+        exec(source, names)
+        return {name: len(scores) for name, scores in names["results"].items()}, names["SMOLLM2"] is None
+
+    lengths, left_out = forked(case).value
+    assert set(lengths.values()) == {5} and len(lengths) == 3
+    assert left_out or (ROOT / "outputs" / "smollm2").is_dir()
+    assert (
+        json.loads((tmp_path / "outputs" / "notebook" / "config.json").read_text())["max_position_embeddings"] == 2048
+    )
 
 
 def test_unsloth_snippet(tmp_path, monkeypatch):

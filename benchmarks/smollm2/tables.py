@@ -10,6 +10,16 @@ from typing import Any
 from common import about, canvas, markdown
 
 METHODS = {"pose": "PoSE", "no-skip": "no skip"}
+# What README.md calls the models.
+NAMES = {
+    "base": "the original model",
+    "linear, RoPE only": "linear, not trained",
+    "linear, no skip": "linear, trained with ordinary positions",
+    "linear, PoSE": "**linear, trained with PoSE**",
+    "yarn, RoPE only": "YaRN, not trained",
+    "yarn, no skip": "YaRN, trained with ordinary positions",
+    "yarn, PoSE": "**YaRN, trained with PoSE**",
+}
 COLOURS = {"RoPE only": "tab:gray", "no skip": "tab:orange", "PoSE": "black"}
 
 
@@ -58,6 +68,20 @@ def passkey_rows(models: dict[str, Any]) -> str:
         ["model", *map(str, lengths)],
         [[name, *(f"{c['found']}/{c['trials']}" for c in row)] for name, row in counts.items()],
     )
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return the table of README.md: passkeys by length, and the mean loss at the end of the evaluated window."""
+    last = str(result["window"] * 7 // 8)
+    lengths = sorted({int(n) for row in result["models"].values() for n in row["passkey"]})
+    found = []
+    for name, row in result["models"].items():
+        counts = [row["passkey"][str(n)] for n in lengths]
+        loss = statistics.fmean(text[last] for text in row["loss"].values())
+        cells = [*(f"{count['found']}/{count['trials']}" for count in counts), f"{loss:.2f}"]
+        found.append([NAMES.get(name, name), *cells])
+    window = f"loss, tokens {int(last):,}–{result['window']:,}"
+    return markdown(["passkeys found in prompts of", *(f"{n:,} tokens" for n in lengths), window], found)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pose_plugin.checkpoints.saved import NO_LIMIT, Saved
@@ -53,21 +54,35 @@ def raise_config(text: dict[str, Any], target: int) -> None:
             text[key] = target
 
 
-def raise_limits(stage: Stage, target: int, tokenizer: bool = True) -> None:
-    """Raise the limits of a folder's tokenizer and of `generate` to the target, in tokens.
+def raised_limits(
+    path: Callable[[str], Path], target: int, tokenizer: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the new content of each file that limits the tokenizer or `generate` to less than the target.
 
     A tokenizer without a limit gets the target as its limit.
 
     Args:
-        stage: the folder that is being written.
-        target: the trained window.
+        path: returns where a file of the folder is.
+        target: the trained window, in tokens.
+        tokenizer: False leaves out the tokenizer's file.
+    """
+    if tokenizer and (file := path(_TOKENIZER)).is_file():
+        limit = read(file, Tokenizer).model_max_length
+        if limit is None or limit < target or limit >= NO_LIMIT:
+            yield _TOKENIZER, read_json(file) | {"model_max_length": target}
+    if (file := path(_GENERATION)).is_file():
+        longest = read(file, Generation).max_length
+        if longest is not None and UNSET_GENERATION < longest < target:
+            yield _GENERATION, read_json(file) | {"max_length": target}
+
+
+def raise_limits(stage: Stage, target: int, tokenizer: bool = True) -> None:
+    """Raise the limits of a folder that is being written; see `raised_limits`.
+
+    Args:
+        stage: the folder.
+        target: the trained window, in tokens.
         tokenizer: False leaves the tokenizer's file alone, as another process may be writing it.
     """
-    if tokenizer and stage.has(_TOKENIZER):
-        limit = read(stage.path(_TOKENIZER), Tokenizer).model_max_length
-        if limit is None or limit < target or limit >= NO_LIMIT:
-            stage.write_json(_TOKENIZER, read_json(stage.path(_TOKENIZER)) | {"model_max_length": target})
-    if stage.has(_GENERATION):
-        longest = read(stage.path(_GENERATION), Generation).max_length
-        if longest is not None and UNSET_GENERATION < longest < target:
-            stage.write_json(_GENERATION, read_json(stage.path(_GENERATION)) | {"max_length": target})
+    for name, values in raised_limits(stage.path, target, tokenizer):
+        stage.write_json(name, values)

@@ -1,4 +1,4 @@
-"""Unsloth: write a base folder that Unsloth loads with the extended window.
+"""Write a base folder that Unsloth, or any other trainer, loads with the extended window.
 
 Unsloth's fused RoPE reads a table of cos and sin that is as long as the model's maximum at load time, so the config
 must be extended before. `training.checks.require_unsloth_fits` checks a loaded model.
@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.checkpoints.lengths import raised_limits
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
@@ -19,7 +20,7 @@ from pose_plugin.utils.files import atomic_file, write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:
-    """Write a folder that differs from a base only in its config, for `FastLanguageModel.from_pretrained`.
+    """Write a folder that differs from a base in its config and its limits of length, for any trainer.
 
         model, tokenizer = FastLanguageModel.from_pretrained(
             extended_base("unsloth/llama-3-8b-bnb-4bit", "extended", target_length=81920), max_seq_length=8192
@@ -53,9 +54,13 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         raise PoSEError(f"folder={str(path)!r} is not empty. Name a new or an empty folder")
     path.mkdir(parents=True, exist_ok=True)
     write_json(there, extended)
+    written = {"config.json"}
+    for name, limits in raised_limits(source.joinpath, target_length):
+        write_json(path / name, limits)
+        written.add(name)
     for file in source.iterdir():
         target = path / file.name
-        if file.name != "config.json" and file.is_file():
+        if file.name not in written and file.is_file():
             try:
                 os.symlink(file.resolve(), target)
             except FileExistsError:

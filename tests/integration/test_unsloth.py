@@ -43,7 +43,9 @@ def test_extended_base_loads_at_the_target(base, tmp_path):
     assert model.config.rope_parameters["factor"] == TARGET / WINDOW
     for name, weight in make_llama().state_dict().items():
         assert torch.equal(weight, model.state_dict()[name])
-    assert len(AutoTokenizer.from_pretrained(folder)) == 128
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (len(tokenizer), tokenizer.model_max_length) == (128, TARGET)
+    assert AutoTokenizer.from_pretrained(base).model_max_length == WINDOW, "the base is as it was"
     assert json.loads((base / "config.json").read_text())["max_position_embeddings"] == WINDOW, "the base is as it was"
     # Once more into the same folder, with another rope.
     extended_base(base, folder, target_length=TARGET, rope="yarn")
