@@ -154,7 +154,7 @@ def test_plan_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The tutorial's command names a base on the Hub and has its own test.
     lines = [line for line in commands("pose-plugin plan") if "--base" in line or "quickstart" in line[2]]
-    assert len(lines) == 4
+    assert len(lines) == 5
     printed = ""
     for line in lines:
         assert main([*line[1:], "--draws", "50"]) == 0

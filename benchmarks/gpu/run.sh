@@ -12,5 +12,6 @@ python benchmarks/gpu/checks.py --output "$output" || code=1
 # With several GPUs, their losses are compared with those of one process.
 unset CUDA_VISIBLE_DEVICES
 python benchmarks/gpu/distributed.py > "$output/distributed.jsonl" || code=1
+[ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ] || python benchmarks/gpu/context_parallel.py || code=1
 tail -n 5 "$output/distributed.jsonl"
 exit $code

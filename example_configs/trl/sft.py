@@ -86,6 +86,8 @@ def main() -> None:
         gradient_checkpointing=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         logging_steps=args.logging_steps,
+        # Plain rows may be split over GPUs, into equal parts.
+        pad_to_multiple_of=16 if args.sampler == "none" else None,
         save_strategy="no",
         deepspeed=args.deepspeed,
         report_to="none",

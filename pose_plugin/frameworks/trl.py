@@ -157,7 +157,9 @@ def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSEColl
         # An earlier trainer may have had it wrap TRL's.
         collator.collate = collator._own
         if isinstance(collator._own, _PadLabels):
-            collator._own.multiple = getattr(config, "pad_to_multiple_of", None) or 1
+            multiple = getattr(config, "pad_to_multiple_of", None)
+            # Newer versions also know "auto", for devices that are not GPUs.
+            collator._own.multiple = multiple if isinstance(multiple, int) else 1
         construct(*given.args, **given.kwargs)
         return
     if not isinstance(collator._own, _PadLabels):

@@ -17,7 +17,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
 from pose_plugin.training.history import last_whole_checkpoint, whole_checkpoint
 from pose_plugin.training.precision import keep_small_steps
+from pose_plugin.training.saving import on_each_machine
 from pose_plugin.utils.distributed import let_cpu_ranks_resume
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import show_log
@@ -100,7 +101,8 @@ class PoSETrainerMixin(_Base):
         return super()._get_train_sampler(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().save_model(output_dir, *args, **kwargs)
+        with on_each_machine(self) if self.pose_callback is not None else nullcontext():
+            super().save_model(output_dir, *args, **kwargs)
         if self.pose_callback is not None:
             self.pose_callback.saved(output_dir or self.args.output_dir or ".")
 

@@ -55,6 +55,28 @@ def weights_are_divided(trainer: Any) -> bool:
     return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
 
+@contextmanager
+def on_each_machine(trainer: Any) -> Iterator[None]:
+    """Let `save_on_each_node` save a whole model inside the block.
+
+    transformers 5 writes weights and config on rank 0 only, and the folders of other machines silently get neither.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not trainer.args.save_on_each_node or not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    if weights_are_divided(trainer):
+        log.warning("save_on_each_node=True: FSDP and ZeRO-3 gather the weights on rank 0 only, which alone saves them")
+        yield
+        return
+    # The trainer calls it on the first rank of each machine only.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
 def known_limit(trainer: Any, target_length: int) -> int | None:
     """Return the maximum length of the live tokenizer, which its saved file has too; None if below the target.
 

@@ -86,7 +86,7 @@ def environment(case: Case) -> dict[str, str]:
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(line))
     args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config or ())
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
-    names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_"))]
+    names = [name for name in found if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]
     return {name: found[name] for name in names} | device
 
 

@@ -18,9 +18,10 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from tests.forked import LIMIT, CaseError, Once, forked, good_ranks, ranks
-from tests.integration import distributed, trl_runs
+from tests.integration import distributed, launched, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
-from tests.pages import blocks
+from tests.models import make_llama, make_tokenizer
+from tests.pages import blocks, commands
 
 # Kind of run and ZeRO stage, as accelerate names them.
 KINDS = {
@@ -365,56 +366,16 @@ def test_the_launcher_and_the_example(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
 
 
-# Four rows per step, however many ranks share them.
-FOUR_ROWS = {"num_train_epochs": 2, "max_steps": 4}
-DDP = Case("trl", "ddp", "full")
-
-
-def of_four_rows(folder, case=DDP, shared=True, resume=None, out="out"):
-    """One rank of two machines with two ranks each, or of one machine; machines may have separate disks."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 4:
-        os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
-    if not shared:
-        out = f"machine{rank // 2}/{out}"
-    rows = {f"per_device_{kind}_batch_size": 4 // world for kind in ("train", "eval")}
-    return distributed.trl(folder, case, resume=resume, out=out, **FOUR_ROWS, **rows)
-
-
-@pytest.fixture(scope="module")
-def one_machine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("machines")
-    trl_runs.make_model(folder)
-    return folder, forked(of_four_rows, folder, Case("trl", "single", "full"), True, None, "alone").value
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
-def test_two_machines(one_machine, shared):
-    """One verdict, the losses of one process, and complete folders, written by one rank of one machine."""
-    folder, alone = one_machine
-    found = good_ranks(of_four_rows, folder, DDP, shared, world=4, **distributed.environment(DDP))
-    assert [rank.output.count("[pose_plugin] self-test passed") for rank in found] == [1, 0, 0, 0]
-    for rank in found:
-        assert rank.value["world"] == 4
+def test_a_resume_with_another_number_of_ranks(tmp_path):
+    """Four ranks begin and two go on; test_launch_lines.py runs four ranks on two machines."""
+    trl_runs.make_model(tmp_path)
+    single, variables = Case("trl", "single", "full"), distributed.environment(launched.DDP)
+    alone = forked(launched.four_rows, tmp_path, single, None, "alone").value
+    good_ranks(launched.four_rows, tmp_path, launched.DDP, None, "many", world=4, **variables)
+    checkpoint = str(tmp_path / "many" / "checkpoint-2")
+    for rank in good_ranks(launched.four_rows, tmp_path, launched.DDP, checkpoint, "fewer", **variables):
         assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        assert rank.value["frequencies"] == alone["frequencies"]
-    out = folder / ("out" if shared else "machine0/out")
-    for place in (out, out / "checkpoint-2", out / "checkpoint-4"):
-        record = json.loads((place / "pose.json").read_text())
-        assert record["target_length"] == trl_runs.TARGET and record["trained"]["processes"] == 4
-        assert all(distributed.saved_tensors(place).values())
-    if not shared:
-        others = {path.name for path in (folder / "machine1").rglob("*") if path.is_file()}
-        assert not {name for name in others if not name.startswith("rng_state")}, "only random states are per machine"
-
-
-def test_a_resume_with_another_number_of_ranks(one_machine):
-    folder, alone = one_machine
-    good_ranks(of_four_rows, folder, DDP, True, None, "many", world=4, **distributed.environment(DDP))
-    checkpoint = str(folder / "many" / "checkpoint-2")
-    for rank in good_ranks(of_four_rows, folder, DDP, True, checkpoint, "fewer", **distributed.environment(DDP)):
-        assert rank.value["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    record = json.loads((folder / "fewer" / "pose.json").read_text())
+    record = json.loads((tmp_path / "fewer" / "pose.json").read_text())
     assert (record["trained"]["steps"], record["trained"]["processes"]) == (4, 2)
 
 
@@ -473,7 +434,7 @@ PAGE = distributed.ROOT / "docs" / "distributed.md"
 
 
 def test_the_snippet_of_the_page(tmp_path):
-    (snippet,) = blocks(PAGE, "python")
+    _, snippet = blocks(PAGE, "python")
 
     def case():
         from pose_plugin import PoSECollator
@@ -489,3 +450,34 @@ def test_the_snippet_of_the_page(tmp_path):
         assert distributed.frequencies(model) == expected
 
     forked(case)
+
+
+def test_the_snippet_for_split_rows(tmp_path):
+    """One number, the factor, decides how far the RoPE, the saved maximum and the tokenizer reach."""
+    snippet, _ = blocks(PAGE, "python")
+    base = tmp_path / "base"
+    make_llama(max_position_embeddings=32768).save_pretrained(base)
+    make_tokenizer().save_pretrained(base)
+
+    def case():
+        import functools
+
+        import trl
+        from datasets import Dataset
+
+        on_cpu = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "max_steps": 1}
+        trl.SFTConfig = functools.partial(trl.SFTConfig, str(tmp_path / "out"), per_device_train_batch_size=2, **on_cpu)
+        names = {"tokenizer": make_tokenizer(), "dataset": Dataset.from_list(trl_runs.texts())}
+        exec(snippet.replace("Qwen/Qwen3-8B", str(base)), names)
+        widths = []
+        names["trainer"].model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        names["trainer"].train()
+        names["trainer"].save_model()
+        return widths[0]
+
+    assert forked(case).value % 16 == 0
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["max_position_embeddings"] == 2**20 and saved["rope_parameters"]["rope_theta"] == 10000.0
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 2**20

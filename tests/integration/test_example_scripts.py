@@ -232,6 +232,12 @@ TOLD = {
         "FSDP_RESHARD_AFTER_FORWARD": "true",
         "FSDP_OFFLOAD_PARAMS": "false",
     },
+    "context_parallel": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_CP_SIZE": "8",
+    },
 }
 
 
@@ -243,9 +249,9 @@ def test_accelerate_reads(name, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     config = load_config_from_file(f"example_configs/accelerate/{name}.yaml")
-    kinds = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert (config.distributed_type.value, config.num_processes, config.num_machines) == (kinds[name], 8, 1)
-    blocks = {**config.fsdp_config, **config.deepspeed_config}
+    kinds = {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+    assert (config.distributed_type.value, config.num_processes, config.num_machines) == (kinds.get(name, "FSDP"), 8, 1)
+    blocks = {**config.fsdp_config, **config.deepspeed_config, **config.parallelism_config}
     # Blocks go to the launcher's options, key by key; one that is none of them would be dropped.
     assert set(blocks) <= {action.dest for action in launch_command_parser()._actions}
     told = distributed.environment(distributed.Case("trl", name, "full"))
