@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-# A damaged file may hold a name or a value of any length; no path of a usual system is as long as this.
-_LONG_WORD = re.compile(r"\S{600,}")
-
 
 class PoSEError(ValueError):
-    """Something that the user can fix: a setting, a model or a data set that cannot work as it is.
-
-    Words of 600 characters or more are shown without their middle.
-    """
-
-    def __str__(self) -> str:
-        return _LONG_WORD.sub(lambda found: f"{found[0][:50]}...{found[0][-50:]}", super().__str__())
+    """Something that the user can fix: a setting, a model or a data set that cannot work as it is."""
 
 
 class RopeMismatchError(PoSEError):

@@ -86,11 +86,18 @@ def damaged(draw) -> dict[str, bytes]:
     return files
 
 
+LONG_NAME = json.dumps(FILES["adapter_config.json"] | {"base_model_name_or_path": "x" * 10_000}).encode()
+
+
 @fuzz(cost=2)
 @example(files=model_with(README_md="---\ntags: false\n---\n# Mine\n"), command=COMMANDS[-1])
 @example(
     files=model_with(config_json=json.dumps(FILES["config.json"]).replace("yarn", "x" * 10_000)), command=COMMANDS[0]
 )
+@example(
+    files=model_with(config_json=saved()["config.json"].replace("1.2079441541679836", '{"x": 0}')), command=COMMANDS[0]
+)
+@example(files={**model_with(), "adapter_config.json": LONG_NAME}, command=COMMANDS[0])
 @given(files=damaged(), command=st.sampled_from(COMMANDS))
 def test_damaged_folders(files, command, monkeypatch):
     monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: {"error": "not asked"})
