@@ -1,4 +1,4 @@
-"""Measure what the package itself costs: imports, the collator, a training step, the self-test, evaluation.
+"""Measure what the package itself costs: imports, positions, the collator, a step, the start of a run, evaluation.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py                     # three minutes of one core
     python benchmarks/overhead.py --against ../before                   # the same for another checkout, in turns
@@ -6,7 +6,8 @@
 
 Each measurement runs in a separate process with one thread. The processes of two checkouts take turns, so a slow
 minute of the machine affects both. Times are processor times, which other programs disturb less than the clock.
-The result of a measurement is the smallest of all rounds: other programs can only add time.
+A process reports its fastest call, as other programs can only add time. The result is the median over all rounds; a
+ratio is the median of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,13 @@ from common import about, arguments, machine, markdown, places, save
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "example_configs" / "quickstart" / "base"
 TARGET, TOKENS = 32768, 2048
+# What a reader compares: the first measurement divided by the second.
+RATIOS = {
+    "positions from an array, Axolotl's / ours": ("positions, Axolotl", "positions, ours, from an array"),
+    "positions from a list, Axolotl's / ours": ("positions, Axolotl", "positions, ours, from a list"),
+    "a step, with PoSE / plain": ("a step, with PoSE", "a step, plain"),
+    "the start of a run, target 1,048,576 / 8,192": ("the start, target 1,048,576", "the start, target 8,192"),
+}
 
 
 def main() -> None:
@@ -49,9 +61,13 @@ def main() -> None:
             print(f"round {turn + 1} of {rounds}: {case}", flush=True)
     result = {
         "machine": machine("torch", "transformers"),
+        # Above the number of cores, measurements compete with other programs.
+        "load": round(os.getloadavg()[2], 1),
+        "cores": os.cpu_count(),
         "rounds": rounds,
         "model": Path(args.model).name,
-        "seconds": {tree: {name: min(values) for name, values in found.items()} for tree, found in runs.items()},
+        "seconds": {tree: {n: statistics.median(each) for n, each in found.items()} for tree, found in runs.items()},
+        "ratios": {name: _ratio(runs["this checkout"], *both) for name, both in RATIOS.items()},
     }
     save(result, places(args.output)[0] / "overhead.json")
     print(table(result))
@@ -72,8 +88,30 @@ def imports(model: str) -> dict[str, float]:
     }
 
 
+def drawing(model: str) -> dict[str, float]:
+    """Seconds to draw the positions of a document of 2,048 tokens, with the randomness that belongs to it."""
+    import numpy as np
+
+    from pose_plugin.config import PoSESettings
+    from pose_plugin.positions import draw_windows
+
+    tokens = [i % 500 for i in range(TOKENS)]
+    array = np.array(tokens)
+    settings = PoSESettings(target_length=TARGET, train_length=TOKENS)
+    calls = {
+        "positions, ours, from an array": lambda: draw_windows([array], settings, 0),
+        "positions, ours, from a list": lambda: draw_windows([tokens], settings, 0),
+    }
+    if find_spec("axolotl"):
+        from axolotl.utils.trainer import add_pose_position_ids
+
+        sample = {"input_ids": tokens}
+        calls["positions, Axolotl"] = lambda: add_pose_position_ids(dict(sample), max_context_len=TARGET)
+    return _in_turns(calls, turns=5, times=200)
+
+
 def collating(model: str) -> dict[str, float]:
-    """Seconds per row of 2,048 tokens given as lists: with PoSE, and with the same collator alone."""
+    """Seconds per row of 2,048 tokens given as lists."""
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
     from pose_plugin import PoSECollator
@@ -83,10 +121,15 @@ def collating(model: str) -> dict[str, float]:
     pose = PoSECollator(tokenizer, target_length=TARGET, train_length=TOKENS)
     row = {"input_ids": [i % 500 for i in range(TOKENS)], "labels": [i % 500 for i in range(TOKENS)]}
     row["attention_mask"] = [1] * TOKENS
-    return {
-        "a row of 2,048 tokens, collator alone": _fastest(lambda: plain([dict(row)])),
-        "a row of 2,048 tokens, with PoSE": _fastest(lambda: pose([dict(row)])),
-    }
+    found = _in_turns(
+        {
+            "a row of 2,048 tokens, DataCollatorForSeq2Seq": lambda: plain([dict(row)]),
+            "a row of 2,048 tokens, PoSECollator": lambda: pose([dict(row)]),
+            "its padding alone": lambda: pose.collate([dict(row)]),
+        }
+    )
+    own = found["a row of 2,048 tokens, PoSECollator"] - found.pop("its padding alone")
+    return found | {"a row of 2,048 tokens, PoSECollator without its padding": own}
 
 
 def stepping(model: str) -> dict[str, float]:
@@ -111,12 +154,32 @@ def stepping(model: str) -> dict[str, float]:
         each(**collate([dict(row) for row in rows])).loss.backward()
         each.zero_grad()
 
-    found: dict[str, float] = {}
-    for _ in range(3):  # in turns
-        for name, (each, collate) in kinds.items():
-            seconds = _fastest(lambda each=each, collate=collate: step(each, collate), times=15)
-            found[name] = min(seconds, found.get(name, seconds))
-    return found
+    return _in_turns({name: partial(step, *both) for name, both in kinds.items()}, times=15)
+
+
+def starting(model: str) -> dict[str, float]:
+    """Seconds of all that a run with PoSE does before its first step, for a near and a far target."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+    from pose_plugin import PoSECollator, extend_context
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    config = AutoModelForCausalLM.from_pretrained(BASE).config
+    rows = [{"input_ids": [(7 * i + j) % 500 for j in range(128)]} for i in range(16)]
+    calls = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for target in (8192, 1 << 20):
+            trainer = Trainer(
+                AutoModelForCausalLM.from_pretrained(BASE, config=extend_context(config, target, "linear")),
+                TrainingArguments(folder, report_to=[], use_cpu=True),
+                train_dataset=rows,
+                data_collator=PoSECollator(tokenizer, target_length=target, train_length=128),
+            )
+            begin = partial(trainer.pose_callback.on_train_begin, trainer.args, trainer.state, trainer.control)
+            calls[f"the start, target {target:,}"] = begin
+        return _in_turns(calls, times=2)
 
 
 def testing(model: str) -> dict[str, float]:
@@ -172,33 +235,50 @@ def evaluating(model: str) -> dict[str, float]:
             forwards(1, len(text.ids), [(1, questions), *[(1, len(text.facts))] * (steps - 1)]) for _ in texts
         ],
     }
-    found: dict[str, float] = {}
-    for _ in range(3):  # in turns
-        for name, call in calls.items():
-            seconds = _fastest(call, times=2)
-            found[name] = min(seconds, found.get(name, seconds))
-    return found
+    return _in_turns(calls, times=2)
 
 
 MEASUREMENTS: dict[str, Callable[[str], dict[str, float]]] = {
     "imports": imports,
+    "drawing": drawing,
     "collating": collating,
     "stepping": stepping,
+    "starting": starting,
     "testing": testing,
     "evaluating": evaluating,
 }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The measurements as a Markdown table, in milliseconds; with a second checkout, also the ratio."""
+    """The measurements as Markdown tables, in milliseconds; with a second checkout, also the ratio of both."""
     trees = list(result["seconds"])
     rows = []
     for name, seconds in result["seconds"][trees[0]].items():
         others = [result["seconds"][tree].get(name) for tree in trees[1:]]
-        row = [name, f"{1e3 * seconds:.2f}", *("-" if other is None else f"{1e3 * other:.2f}" for other in others)]
+        row = [name, f"{1e3 * seconds:.3f}", *("-" if other is None else f"{1e3 * other:.3f}" for other in others)]
         rows.append([*row, *("-" if other is None else f"{seconds / other:.2f}" for other in others)])
     header = ["measurement", *(f"{tree}, ms" for tree in trees), *("ratio" for _ in trees[1:])]
-    return markdown(header, rows) + f"\n\nSelf-test: {result['model']}. " + about(result["machine"])
+    ratios = [[name, "-" if ratio is None else f"{ratio:.2f}"] for name, ratio in result["ratios"].items()]
+    below = f"Medians of {result['rounds']} rounds. Self-test: {result['model']}. Load {result['load']} on "
+    below += f"{result['cores']} cores. " + about(result["machine"])
+    return "\n\n".join([markdown(header, rows), markdown(["ratio", "median"], ratios), below])
+
+
+def _ratio(runs: dict[str, list[float]], above: str, below: str) -> float | None:
+    """Return the median ratio of two measurements of the same round; None if one was not possible."""
+    pairs = zip(runs.get(above, ()), runs.get(below, ()), strict=False)
+    ratios = [first / second for first, second in pairs]
+    return statistics.median(ratios) if ratios else None
+
+
+def _in_turns(calls: dict[str, Callable[[], Any]], turns: int = 3, times: int = 50) -> dict[str, float]:
+    """The smallest processor time of each call, in seconds; they take turns, so a slow moment affects all."""
+    found: dict[str, float] = {}
+    for _ in range(turns):
+        for name, call in calls.items():
+            seconds = _fastest(call, times)
+            found[name] = min(seconds, found.get(name, seconds))
+    return found
 
 
 def _fastest(call: Callable[[], Any], times: int = 50) -> float:

@@ -14,7 +14,8 @@ from pose_plugin.rope.stretch import KINDS
 HEAD = """# Options
 
 These are the keys of the `pose:` block in an Axolotl YAML, and the keyword arguments of `PoSECollator`. An unknown key
-raises an error. `L_t` is the target window, `L_c` the trained window and `L_0` the base model's window. The script
+raises an error. `PoSECollator` takes `target_length` from the model's config if it is not given, as `extend_context`
+has written it there. `L_t` is the target window, `L_c` the trained window and `L_0` the base model's window. The script
 `docs/make_options.py` generates this page from the settings.
 
 """

@@ -24,6 +24,7 @@ from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.positions import Window, draw_windows, make_sampler, plain_window
 from pose_plugin.positions.samplers import BorderFinder
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+from pose_plugin.utils.arrays import counting, int_array
 from pose_plugin.utils.errors import PoSEError
 
 Feature = Mapping[str, Any]
@@ -204,6 +205,8 @@ class PositionCollator:
             )
         rows, packing = _rows_of(features)
         rows = [[_one_document(document) for document in row] for row in rows]
+        if getattr(self.collate, "reads_arrays", False):
+            rows = [[_arrays(document) for document in row] for row in rows]
         windows = iter(draw([document for row in rows for document in row]))
         of_rows = [[next(windows) for _ in row] for row in rows]
         inner: list[Any] = [
@@ -237,15 +240,15 @@ class PositionCollator:
 
     def _count(self, windows: list[Window]) -> None:
         info = torch.utils.data.get_worker_info()
-        line = self._counts[(info.id + 1) % _MOST_WORKERS if info is not None else 0]
+        # Through numpy, as each operation on a tensor takes microseconds.
+        line = self._counts.numpy()[(info.id + 1) % _MOST_WORKERS if info is not None else 0]
         sizes = [len(window.position_ids) for window in windows]
         last = [int(window.position_ids[-1]) for window in windows]
         jumped = [end >= size for end, size in zip(last, sizes, strict=True)]
         anywhere = sum(jump and window.borders is None for jump, window in zip(jumped, windows, strict=True))
         uncut = sum(window.borders == 0 for window in windows)
-        # One addition for all, as each operation on a tensor takes microseconds.
-        line += torch.tensor([len(windows), sum(jumped), sum(sizes), 0, anywhere, uncut])
-        line[3] = max(int(line[3]), *last)
+        line += (len(windows), sum(jumped), sum(sizes), 0, anywhere, uncut)
+        line[3] = max(line[3], *last)
 
     def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packed: bool) -> dict[str, Any]:
         """Write positions, mask and seam labels into the inner collator's batch.
@@ -260,30 +263,30 @@ class PositionCollator:
         if shape[0] == 1 and len(rows) > 1:
             rows, packed = [[window for row in rows for window in row]], True
         self._require_fitting(batch.pop("position_ids", None), packed)
-        positions = torch.empty(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        labels = batch.get("labels")
-        if self.settings.mask_seam and labels is not None:
+        # In numpy, which takes a third of torch's time for a few small rows.
+        positions, mask = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        labels = batch.get("labels") if self.settings.mask_seam else None
+        if labels is not None and any(window.seams.size for windows in rows for window in windows):
             # A collator may return the tokens themselves as labels, or a view of the data set's memory.
             labels = batch["labels"] = labels.clone()
         for row, windows in enumerate(rows):
             size = sum(len(window.position_ids) for window in windows)
             begin = self._first_token(batch, row, size, packed)
             # Padding counts from 0: without a mask, it then is a separate document.
-            positions[row, :begin] = torch.arange(begin)
-            positions[row, begin + size :] = torch.arange(shape[1] - begin - size)
+            positions[row, :begin] = counting(begin)
+            positions[row, begin + size :] = counting(shape[1] - begin - size)
             mask[row, begin : begin + size] = 1
             for window in windows:
                 end = begin + len(window.position_ids)
-                positions[row, begin:end] = torch.from_numpy(window.position_ids)
-                if self.settings.mask_seam and labels is not None:
+                positions[row, begin:end] = window.position_ids
+                if labels is not None and window.seams.size:
                     labels[row, begin + torch.from_numpy(window.seams)] = IGNORED_LABEL
                 begin = end
-        batch["position_ids"] = positions
+        batch["position_ids"] = torch.from_numpy(positions)
         if packed:
             batch.pop("attention_mask", None)
             return _one_row(batch) if self.one_row else batch
-        batch["attention_mask"] = mask
+        batch["attention_mask"] = torch.from_numpy(mask)
         return batch
 
     def _require_fitting(self, given: torch.Tensor | None, packed: bool) -> None:
@@ -305,14 +308,15 @@ class PositionCollator:
         length = batch["input_ids"].shape[1]
         mask = batch.get("attention_mask")
         if mask is not None and mask.ndim == 2:
-            used = int((mask[row] != 0).sum())
+            real = np.asarray(mask[row]) != 0
+            used = np.count_nonzero(real)
             if used != size:
                 raise PoSEError(
                     f"the inner collator {type(self.collate).__name__} returned {used} tokens for a row of "
                     f"{size}. A collator that truncates or adds tokens cannot be wrapped: shorten the "
                     f"samples before it, or set train_length"
                 )
-            return int((mask[row] != 0).int().argmax()) if size else 0
+            return int(real.argmax())
         if length < size:
             raise PoSEError(
                 f"the inner collator {type(self.collate).__name__} returned {length} columns for a row of "
@@ -432,6 +436,8 @@ def _one_document(feature: Feature) -> Feature:
     # Counting is the fastest way to read a list of ones.
     if isinstance(mask, list) and mask.count(1) == size:
         mask = None
+    if mask is None and positions is None:
+        return feature
     hidden = np.zeros(size, dtype=bool) if mask is None else np.asarray(mask) == 0
     found = (
         f"an attention_mask that numbers {np.max(mask)} documents" if mask is not None and np.max(mask) > 1 else None
@@ -476,6 +482,16 @@ def supervised(feature: Feature) -> np.ndarray | None:
     return np.logical_and.reduce(masks) if masks else None
 
 
+def _arrays(feature: Feature) -> Feature:
+    """Return a document with its per-token columns as arrays, so that each list is read once."""
+    size = len(feature.get("input_ids", ()))
+    return {
+        key: int_array(value) if isinstance(value, list) and _per_token(value, size) else value
+        for key, value in feature.items()
+        if key not in _DROPPED
+    }
+
+
 def _tokens(feature: Feature) -> np.ndarray:
     if "input_ids" not in feature:
         if any(str(name).startswith(("chosen", "rejected")) for name in feature):
@@ -487,8 +503,7 @@ def _tokens(feature: Feature) -> np.ndarray:
             f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
             "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"
         )
-    # With the type given, numpy reads a list in two thirds of the time.
-    tokens = np.asarray(feature["input_ids"], dtype=np.int64)
+    tokens = int_array(feature["input_ids"])
     if tokens.ndim != 1 or tokens.size == 0:
         raise PoSEError(f"input_ids of one feature have shape {tokens.shape}; a non-empty 1-D list is needed")
     return tokens

@@ -46,8 +46,8 @@ class Child:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder by their relative paths, without temporary ones that a kill left behind."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".part"]
+    """Return the files of a folder by their relative paths; temporary ones that a kill left behind are among them."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from pose_plugin.utils.files import write_whole
 from tests.kill import survives
+
+
+def _write_as_one(folder: Path) -> int:
+    for name in ("a", "b"):
+        write_whole(folder / name, name * 10)
+    return 0
 
 
 def _keep_what_is_there(folder: Path) -> int:

@@ -25,7 +25,7 @@ from pose_plugin.beacon.training import (
     trained_parameters,
 )
 from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
-from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_undivided
+from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_supervised, require_undivided
 from pose_plugin.training.launch import report_launch
 from pose_plugin.training.precision import watch_small_steps
 from pose_plugin.utils.distributed import gather, together
@@ -182,6 +182,7 @@ def require_trainable(trainer: Any) -> None:
         PoSEError: naming the setting and the fix.
     """
     args = trainer.args
+    require_supervised(type(trainer), "a Beacon adapter", "Train the adapter with one of them")
     refuse_settings(lambda key: getattr(args, key, None), _REFUSED, "a Beacon adapter")
     require_undivided(parallel_sizes(trainer, "cp_size", "sp_size", "tp_size"))
     if trainer.is_fsdp_enabled:

@@ -83,14 +83,18 @@ class Config(Part):
 
     @field_validator("rope_parameters", "rope_scaling")
     @classmethod
-    def _each_layer_type(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
-        nested = [value for value in (values or {}).values() if isinstance(value, Mapping)]
-        for rope in nested or ([values] if values else []):
+    def _each_layer_type(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        values = given or {}
+        ropes = [value for value in values.values() if isinstance(value, Mapping)]
+        # A damaged flat dict may hold another dict.
+        if not ropes or Rope.model_fields.keys() & values.keys():
+            ropes.append(values)
+        for rope in ropes:
             try:
                 Rope.model_validate(rope)
             except ValidationError as error:
                 raise ValueError("; ".join(map(_problem, error.errors()))) from None
-        return values
+        return given
 
 
 class Tokenizer(Part):

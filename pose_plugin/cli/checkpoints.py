@@ -35,10 +35,12 @@ def _check(args: argparse.Namespace) -> int:
     _require_window(args.folder)
     if args.repair:
         from pose_plugin.checkpoints.merge import complete_merged
-        from pose_plugin.export.card import write_card
+        from pose_plugin.export.card import require_readable_card, write_card
 
         if args.like is None:
             raise PoSEError("--repair copies config, limit and record from another folder; name it with --like FOLDER")
+        # Before anything is written.
+        require_readable_card(args.folder)
         complete_merged(args.folder, args.like)
         write_card(args.folder)
     report = check_folder(

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         names = [output.with_suffix(".csv").name, *([] if args.no_figures else [output.name])]
-        with staged(output.parent, f"_{output.stem[:50]}.part") as stage:
+        with staged(output.parent) as stage:
             with stage.new(names[0]) as part:
                 write_coverage(seen, part, args.rows)
             for name in names[1:]:

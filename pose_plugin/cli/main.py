@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -114,6 +115,10 @@ def _without_command(line: list[str]) -> int:
     raise PoSEError(f"name a command: {', '.join(COMMANDS)}; see pose-plugin --help")
 
 
+# A damaged file may hold a name or a value of any length.
+_LONG_WORD = re.compile(r"\S{600,}")
+
+
 @contextlib.contextmanager
 def _errors(command: str, code: list[int]) -> Iterator[None]:
     """Turn what a command raises into a sentence on stderr and an exit code.
@@ -138,7 +143,8 @@ def _errors(command: str, code: list[int]) -> Iterator[None]:
         if os.environ.get(TRACEBACK):
             raise
         code[0], sentence = _of_system(error)
-    print(printable(f"{command}: {sentence}"), file=sys.stderr)
+    short = _LONG_WORD.sub(lambda found: f"{found[0][:50]}...{found[0][-50:]}", sentence)
+    print(printable(f"{command}: {short}"), file=sys.stderr)
 
 
 def _of_system(error: Exception) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pose_plugin.doctor.folder import REMOVED, Folder, Problem
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import write_json
+from pose_plugin.utils.files import new_folder, write_json
 
 # In the order of the checks; of two changes of one key the first counts.
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -60,9 +60,7 @@ def write_mended(folder: Folder, problems: Iterable[Problem], output: Path) -> l
         raise PoSEError(f"{folder.path}: no problem here has a repair that is certain to be right; follow the fixes")
     if output.exists():
         raise PoSEError(f"--mend {output} exists already; name a new folder")
-    part = output.with_name(f"_{output.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with new_folder(output) as part:
         for source in sorted(folder.path.rglob("*")):
             place = part / source.relative_to(folder.path)
             if source.is_dir():
@@ -70,12 +68,8 @@ def write_mended(folder: Folder, problems: Iterable[Problem], output: Path) -> l
             elif str(source.relative_to(folder.path)) not in changed:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _link_or_copy(source.resolve(), place)
-        part.mkdir(parents=True, exist_ok=True)
         for name, values in changed.items():
             write_json(part / name, values)
-        part.rename(output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return sorted(changed)
 
 

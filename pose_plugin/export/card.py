@@ -7,7 +7,7 @@ section is inserted after each of them, in front of their text, and replaces onl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,27 +77,36 @@ def write_card(
     return path / "README.md"
 
 
+def require_readable_card(folder: str | Path) -> None:
+    """Raise PoSEError if a folder has a README.md into which no section can be put."""
+    _read_card(Path(folder) / "README.md", dict)
+
+
 def _card_text(saved: Saved, evaluation: Path | None) -> str:
     """Return README.md: its metadata, the section, and what others wrote."""
+    metadata, text = _read_card(saved.path / "README.md", lambda old: _metadata(saved, old))
+    body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", text, flags=re.S).strip()
+    section = f"{BEGIN}\n{_section(saved, evaluation)}\n{END}\n"
+    return f"---\n{metadata}\n---\n\n{section}" + (f"\n{body}\n" if body else "")
+
+
+def _read_card(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[str, str]:
+    """Return the metadata of a README.md as YAML, after a change, and its text."""
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
 
-    file = saved.path / "README.md"
     try:
         # utf-8-sig: a byte order mark would hide the metadata.
         old = file.read_text(encoding="utf-8-sig") if file.exists() else ""
         card = ModelCard(old if old.startswith("---") else f"---\n{{}}\n---\n{old}", ignore_metadata_errors=True)
-        data = ModelCardData(**_metadata(saved, card.data.to_dict()), ignore_metadata_errors=True)
-        metadata = data.to_yaml()
+        data = ModelCardData(**change(card.data.to_dict()), ignore_metadata_errors=True)
+        return data.to_yaml(), card.text
     # Any type: the metadata may be of any shape, and the library does not expect each of them.
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, YAMLError) as error:
         raise PoSEError(
             f"{file} was not changed, as its text (UTF-8) or its metadata (YAML between two ---) cannot be read: "
             f"{shown(error, 300)}. Correct it, or move it away"
         ) from None
-    body = re.sub(re.escape(BEGIN) + r".*?" + re.escape(END) + r"\n*", "", card.text, flags=re.S).strip()
-    section = f"{BEGIN}\n{_section(saved, evaluation)}\n{END}\n"
-    return f"---\n{metadata}\n---\n\n{section}" + (f"\n{body}\n" if body else "")
 
 
 def _metadata(saved: Saved, old: Mapping[str, Any]) -> dict[str, Any]:

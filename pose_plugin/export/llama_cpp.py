@@ -17,7 +17,7 @@ from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path
 from pose_plugin.export.engines import require_kind
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import staged
+from pose_plugin.utils.files import atomic_file
 
 CONVERTER = "convert_hf_to_gguf.py"
 # Their converters write frequency lists; the others drop them silently.
@@ -112,7 +112,8 @@ def convert(saved: Saved, home: str | None, output: str | None, arguments: list[
         raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(made.lines[:2]))
     converter = find_converter(home)
     file = Path(output or gguf_file(saved))
-    with staged(file.parent, f"_{file.stem[:50]}.part") as stage, stage.new(file.name) as part:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as part:
         command = [sys.executable, str(converter), str(saved.path), "--outfile", str(part), *(arguments or [])]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0 or not part.is_file():

@@ -15,7 +15,8 @@ from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
-from pose_plugin.training.checks import check_row_length
+from pose_plugin.training.checks import check_row_length, require_supervised
+from pose_plugin.utils.arrays import int_array
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import LONGEST
 
@@ -81,24 +82,19 @@ class _PadLabels:
             `pad_to_multiple_of`.
     """
 
+    # PositionCollator then reads each list of a row once, for both.
+    reads_arrays = True
+
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.multiple = 1
 
     def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        # Through numpy, which reads a list six times as fast as torch.
-        columns = {
-            "input_ids": (
-                [np.asarray(feature["input_ids"], np.int64) for feature in features],
-                self.tokenizer.pad_token_id,
-            ),
-            "labels": (
-                [np.asarray(feature.get("labels", feature["input_ids"]), np.int64) for feature in features],
-                IGNORED_LABEL,
-            ),
-        }
+        ids = [int_array(feature["input_ids"]) for feature in features]
+        labels = [int_array(feature.get("labels", own)) for feature, own in zip(features, ids, strict=True)]
+        columns = {"input_ids": (ids, self.tokenizer.pad_token_id), "labels": (labels, IGNORED_LABEL)}
         if "token_type_ids" in features[0]:
-            columns["token_type_ids"] = [np.asarray(feature["token_type_ids"], np.int64) for feature in features], 0
+            columns["token_type_ids"] = [int_array(feature["token_type_ids"]) for feature in features], 0
         return {key: self._stacked(rows, filler) for key, (rows, filler) in columns.items()}
 
     def _stacked(self, rows: list[np.ndarray], filler: int) -> torch.Tensor:
@@ -122,6 +118,8 @@ def _wrappers() -> dict[tuple[type, str], Around]:
 
 def _bind_after(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Construct a trainer; bind it if its collator is a PoSECollator."""
+    if any(isinstance(each, PoSECollator) for each in (*args, *kwargs.values())):
+        _require_supervised(trainer)
     construct(trainer, *args, **kwargs)
     if isinstance(trainer.data_collator, PoSECollator):
         pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or _packed_before(trainer)
@@ -138,8 +136,9 @@ def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> Non
     if not isinstance(collator, PoSECollator):
         construct(trainer, *args, **kwargs)
         return
+    # Both before the trainer tokenises the data, which may take hours.
+    _require_supervised(trainer)
     if config is not None:
-        # Before the trainer tokenises the data, which may take hours.
         check_row_length(config, collator.settings)
     with extended_by_name(given.arguments.get("model"), config, collator.settings, collator.target_from_model):
         _construct(construct, given, collator)
@@ -173,6 +172,11 @@ def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSEColl
     collator.collate = trainer.data_collator
     trainer.data_collator = collator
     bind(trainer, collator, pack=_packing(config) or Packing.SEQ_LENGTHS)
+
+
+def _require_supervised(trainer: Any) -> None:
+    fix = "Extend the window with one of them, then give the saved model to this trainer without PoSECollator"
+    require_supervised(type(trainer), "PoSECollator", fix)
 
 
 def _packing(args: Any) -> Packing | None:

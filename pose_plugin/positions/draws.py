@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pose_plugin.utils.arrays import int_array
+
 _EIGHT = struct.Struct("<8Q")
 
 
@@ -45,7 +47,7 @@ class Draws:
         """
         # The fastest checksum, as a longer hash of the tokens takes as long as all the rest. Two documents in 2³² have
         # the same one and get the same numbers, which does no harm. Four bytes hold the ids of every vocabulary.
-        return cls(seed, epoch, zlib.crc32(np.asarray(tokens).astype("<i4", copy=False).tobytes()))
+        return cls(seed, epoch, zlib.crc32(np.ascontiguousarray(int_array(tokens), dtype="<i4")))
 
     def _bits(self) -> int:
         """Return 64 random bits."""

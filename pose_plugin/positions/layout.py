@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pose_plugin.utils.arrays import counting
+
 # Up to so many chunks a loop over chunks is faster than `np.repeat`.
 _FEW = 4
 
@@ -34,13 +36,16 @@ def shifted_indices(lengths: Sequence[int] | np.ndarray, shifts: Sequence[int] |
     """Return 0, 1, 2, … with shift i added over chunk i; shape (sum of lengths,), int64."""
     if len(lengths) > _FEW:
         repeated = np.repeat(np.asarray(shifts, dtype=np.int64), lengths)
-        repeated += np.arange(len(repeated))
+        repeated += counting(len(repeated))
         return repeated
     # The usual few chunks: slices take half the time.
-    indices = np.arange(sum(lengths))
+    indices = counting(int(sum(lengths))).copy()
     begin = 0
     for length, shift in zip(lengths, shifts, strict=True):
+        end = begin + length
         if shift:
-            indices[begin : begin + length] += shift
-        begin += length
+            # Not `indices[begin:end] += shift`, which afterwards copies the slice onto itself.
+            chunk = indices[begin:end]
+            chunk += shift
+        begin = end
     return indices

@@ -12,6 +12,7 @@ from pose_plugin.positions.layout import Layout, shifted_indices
 from pose_plugin.positions.samplers import Borders, Row, Sampler, make_sampler
 from pose_plugin.positions.samplers.chunks import growing
 from pose_plugin.positions.settings import PositionSettings
+from pose_plugin.utils.arrays import counting
 from pose_plugin.utils.errors import PoSEError
 
 _NO_SEAMS = np.zeros(0, dtype=np.int64)
@@ -21,7 +22,7 @@ class Window(NamedTuple):
     """One document's training window of n tokens.
 
     Attributes:
-        content: indices into the document's tokens, shape (n,), strictly increasing.
+        content: indices into the document's tokens, shape (n,), strictly increasing. May be read-only.
         position_ids: shape (n,), strictly increasing, from 0 to below the target.
         seams: indices in the window whose token does not follow its predecessor in the document.
         borders: how many borders inside the window limited where it was cut; None if it could be cut anywhere.
@@ -62,7 +63,7 @@ def draw_windows(
 
 def plain_window(size: int) -> Window:
     """Return a whole document at positions 0…size−1, as evaluation reads it."""
-    indices = np.arange(size)
+    indices = counting(size)
     return Window(indices, indices, _NO_SEAMS)
 
 
@@ -77,11 +78,11 @@ def _draw_window(
             "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
         )
     layout, shifts, borders = lay_out(size, window, draws, settings, sampler, offered)
-    seams = _NO_SEAMS
-    if settings.content in ("skip", "aligned"):
-        # A chunk whose content is shifted further than that of the chunk before begins with a seam.
-        starts = np.cumsum(layout.lengths)[:-1]
-        seams = starts[np.diff(shifts) > 0]
+    if settings.content not in ("skip", "aligned"):
+        piece = int(shifts[0])
+        return Window(counting(size)[piece : piece + window], layout.position_ids(), _NO_SEAMS, borders)
+    # A chunk whose content is shifted further than that of the chunk before begins with a seam.
+    seams = np.cumsum(layout.lengths)[:-1][np.diff(shifts) > 0]
     return Window(shifted_indices(layout.lengths, shifts), layout.position_ids(), seams, borders)
 
 

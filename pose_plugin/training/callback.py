@@ -82,6 +82,7 @@ class PoSECallback(TrainerCallback):
         trainer, settings = self.trainer, self.collator.settings
         model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         facts = {**model_facts(model), **run_facts(trainer, self.history.drawn(), self.data)}
+        facts["trained"]["steps"] -= self.history.idle_steps
         facts["trained"].update(self.history.of_loaded_weights)
         if trainer.is_fsdp_enabled:
             save_config_with_shards(model.config, Path(folder))
@@ -154,6 +155,11 @@ class PoSECallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.set_epoch(self._next_epoch)
         self._next_epoch += 1
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        rates = [group["lr"] for group in getattr(kwargs.get("optimizer"), "param_groups", ())]
+        if rates and not any(rates) and state.global_step >= state.max_steps:
+            self.history.idle_steps += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.boundaries.undo()

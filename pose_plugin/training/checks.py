@@ -43,6 +43,29 @@ def divided(sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {key: size for key, size in sizes.items() if size not in (None, 0, 1)}
 
 
+def require_supervised(trainer_class: type, method: str, fix: str) -> None:
+    """Check that a trainer reads rows of text: DPOTrainer, RewardTrainer, GRPOTrainer and others of TRL do not.
+
+    Args:
+        trainer_class: the trainer's, which may be a subclass of TRL's or Unsloth's copy of it.
+        method: what it cannot be combined with.
+        fix: what to do.
+
+    Raises:
+        PoSEError: naming the trainer's class.
+    """
+    for each in trainer_class.__mro__:
+        name = each.__name__.lstrip("_")
+        if each.__module__.split(".")[0] == "trl" or name.startswith("Unsloth"):
+            # The first of them decides: GKDTrainer is built on SFTTrainer, but reads prompts.
+            if name.removeprefix("Unsloth") in ("SFTTrainer", "BaseTrainer", "Trainer"):
+                return
+            raise PoSEError(
+                f"{trainer_class.__name__} cannot be combined with {method}: its batches hold prompts or pairs of "
+                f"answers instead of one text per row. SFTTrainer and transformers' Trainer work. {fix}"
+            )
+
+
 def require_undivided(sizes: Mapping[str, Any], otherwise: str = "") -> None:
     """Check that rows and projections are not split over devices (context, sequence and tensor parallelism).
 

@@ -19,6 +19,8 @@ class History:
     """Counts of the documents that the first process drew, over the interruptions of a run.
 
     Attributes:
+        idle_steps: steps with a learning rate of 0 after the last one. transformers makes one if the checkpoint of the
+            last step is resumed.
         of_loaded_weights: entries of the record's `trained` that differ from the end of the run, because the weights
             of an earlier checkpoint were loaded; empty if none were.
     """
@@ -27,6 +29,7 @@ class History:
         self._collator = collator
         self._counted: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
+        self.idle_steps = 0
         self.of_loaded_weights: dict[str, Any] = {}
 
     def begin(self, checkpoint: str | None) -> None:
@@ -36,7 +39,10 @@ class History:
             checkpoint: the one that is resumed, if any. Its record holds the counts up to there.
         """
         self._counted = self._collator.trained()
-        self._earlier = _trained(checkpoint).get("first_process", {}) if checkpoint else {}
+        before = _trained(checkpoint) if checkpoint else {}
+        self._earlier = before.get("first_process", {})
+        made = _step(Path(checkpoint)) if checkpoint else None
+        self.idle_steps = max(0, made - before.get("steps", made)) if made is not None else 0
         self.of_loaded_weights = {}
 
     def loaded(self, checkpoint: str, step: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -17,13 +18,79 @@ from pose_plugin.utils.errors import PoSEError, shown
 # With these, the place that is written to is at fault, and not the file that is read: no space, quota, file too large,
 # read-only, a failing disk.
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-# In the folder that is written to. The underscore: uploads to the hub leave such names out.
-_STAGE = "_unfinished.part"
+# The names of temporary folders. The underscore: uploads to the hub leave such names out.
+_PART = re.compile(r"_.*\.[0-9a-f]{32}\.part", re.DOTALL)
+
+
+@contextmanager
+def _part(folder: Path, file: Path) -> Iterator[Path]:
+    """Yield a new temporary folder in a folder, and remove it when the block ends, if it is still there.
+
+    Those of processes that were killed are removed first. A lock tells them from those in use. It is on a folder, as
+    some libraries replace the file that they write, and the lock with it. Without locks (Windows, some network file
+    systems) they stay.
+
+    Args:
+        folder: where to make it.
+        file: the file or folder that will be written, for its name and for errors.
+    """
+    _remove_left_parts(folder)
+    while True:
+        # The random name: several processes may write the same file. The cut: names are limited to 255 bytes.
+        part = folder / f"_{file.name[:50]}.{uuid.uuid4().hex}.part"
+        with _named(file):
+            part.mkdir()
+        try:
+            with _locked(part, wait=True):
+                # Another process may have removed it before it was locked.
+                if part.exists():
+                    yield part
+                    return
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_left_parts(folder: Path) -> None:
+    """Remove the temporary folders of processes that were killed."""
+    with suppress(OSError):
+        for left in folder.iterdir():
+            if _PART.fullmatch(left.name):
+                with suppress(OSError), _locked(left, wait=False):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Lock a folder for this process while the block runs; the system releases it if the process is killed.
+
+    Args:
+        wait: whether to wait for the lock, and to continue if there are no locks.
+
+    Raises:
+        OSError: it is locked already, or cannot be locked; only without `wait`.
+    """
+    number = None
+    try:
+        try:
+            import fcntl
+
+            number = os.open(folder, os.O_RDONLY)
+            fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except ImportError:  # Windows
+            if not wait:
+                raise OSError(errno.ENOLCK, "No locks available") from None
+        except OSError:
+            if not wait:
+                raise
+        yield
+    finally:
+        if number is not None:
+            os.close(number)
 
 
 @contextmanager
 def atomic_file(file: Path) -> Iterator[Path]:
-    """Write a file atomically: yield a temporary path in the same folder, which replaces the file when the block ends.
+    """Write a file atomically: yield a temporary path, which replaces the file when the block ends.
 
     If the block raises, the temporary file is removed and the old file stays. An existing file keeps its mode. A
     symbolic link is replaced by a file, and its target stays: in the hub's cache, several revisions share it.
@@ -35,41 +102,31 @@ def atomic_file(file: Path) -> Iterator[Path]:
         >>> with atomic_file(Path("weights.pt")) as part:
         ...     torch.save(weights, part)
     """
-    # The random part: several processes may write the same file. The cut: file systems limit names to 255 bytes.
-    part = file.with_name(f"_{file.name[:50]}.{uuid.uuid4().hex}.part")
-    try:
-        with _named(file, part):
-            yield part
-            _replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with _named(file), _part(file.parent, file) as place:
+        yield place / file.name
+        _replace(place / file.name, file)
 
 
 @contextmanager
-def staged(folder: Path, subfolder: str = _STAGE) -> Iterator[Stage]:
+def staged(folder: Path) -> Iterator[Stage]:
     """Write several files of a folder together: all of them change when the block ends, or none if it raises.
 
     A process that is killed while the block runs leaves the folder's files as they were, and a subfolder that the next
-    call removes. The renames at the end take no space. A kill between two of them leaves some files new and some old;
-    the same command writes the same files again.
+    write into this folder removes. The renames at the end take no space. A kill between two of them leaves some files
+    new and some old; the same command writes the same files again.
 
     Args:
         folder: an existing folder.
-        subfolder: where the files are until the block ends; another name lets two processes write into one folder.
 
     Example:
         >>> with staged(Path("outputs")) as stage:
         ...     stage.write_json("config.json", config)
         ...     stage.write_json("pose.json", record)  # the last one is also renamed last
     """
-    stage = Stage(folder, folder / subfolder)
-    shutil.rmtree(stage.place, ignore_errors=True)
-    try:
+    with _part(folder, folder) as place:
+        stage = Stage(folder, place)
         yield stage
         stage.commit()
-    finally:
-        shutil.rmtree(stage.place, ignore_errors=True)
 
 
 class Stage:
@@ -113,7 +170,7 @@ class Stage:
     def new(self, name: str) -> Iterator[Path]:
         """Yield the path at which to write a file."""
         part = self.place / name
-        with _named(self.folder / name, part):
+        with _named(self.folder / name):
             part.parent.mkdir(parents=True, exist_ok=True)
             yield part
         self._written.pop(name, None)
@@ -123,7 +180,7 @@ class Stage:
         """Rename every file to its place."""
         for name, kept in self._written.items():
             file = self.folder / name
-            with _named(file, self.place / name):
+            with _named(file):
                 if kept:
                     file.parent.mkdir(exist_ok=True)
                     _replace(self.place / name, file)
@@ -133,26 +190,19 @@ class Stage:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Write a folder whole or not at all: yield an empty folder next to it, which gets its name when the block ends.
-
-    What a killed process left of an earlier attempt is removed first.
+    """Write a folder whole or not at all: yield an empty folder, which gets its name when the block ends.
 
     Args:
         folder: a path that does not exist, or an empty folder.
     """
-    part = folder.with_name(f"_{folder.name[:50]}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        with _named(folder, part):
-            part.mkdir(parents=True)
+    with _named(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _part(folder.parent, folder) as part:
             yield part
             # On Windows, a rename does not replace an empty folder.
             with suppress(OSError):
                 folder.rmdir()
             os.rename(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -195,12 +245,13 @@ def space_left(file: str | Path) -> str:
 
 
 @contextmanager
-def _named(file: Path, part: Path) -> Iterator[None]:
+def _named(file: Path) -> Iterator[None]:
     """Name the file in errors that concern it, instead of its temporary path or nothing."""
     try:
         yield
     except OSError as error:
-        if error.filename in (None, str(part)) or error.errno in OF_THE_DISK:
+        temporary = any(_PART.fullmatch(part) for part in Path(str(error.filename)).parts)
+        if error.filename is None or temporary or error.errno in OF_THE_DISK:
             # `from None` would hide the line that failed.
             raise OSError(error.errno, error.strerror or str(error), str(file)) from error
         raise

@@ -361,8 +361,7 @@ def test_a_run_that_is_killed_at_any_moment_and_run_again_is_one_that_was_not(fo
         )  # fmt: skip
 
     def found(output):
-        # What was being written when the run was killed stays under another name.
-        kept = {name: text for name, text in kill.files(output).items() if not name.endswith(".part")}
+        kept = kill.files(output)
         lines = set(kept.pop("finished.jsonl").splitlines())
         return kept, sorted(line for line in lines if line.endswith(b"}"))
 

@@ -104,7 +104,8 @@ def test_any_line(place, line):
     assert "Traceback" not in shown and "SECRET" not in shown and "\x1b" not in err.getvalue()
     # Nothing that a user writes is a fault of a library.
     assert "POSE_TRACEBACK" not in err.getvalue(), err.getvalue()
-    if code == 2:
+    # `doctor` also ends with 2 if it has found an error in a folder, which it then prints.
+    if code == 2 and not (line[0] == "doctor" and "error" in out.getvalue()):
         assert err.getvalue().count(f"pose-plugin {line[0]}: ") == 1
 
 

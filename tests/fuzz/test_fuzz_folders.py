@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pose_plugin.checkpoints import check
@@ -41,11 +41,23 @@ COMMANDS = [
 ]
 
 
+def saved() -> dict[str, str]:
+    """The text files of a saved adapter."""
+    texts = {name: json.dumps(values) for name, values in FILES.items()}
+    return texts | {"generation_config.json": '{"max_length": 64}', "README.md": README}
+
+
+def model_with(**changes: str) -> dict[str, bytes]:
+    """The files of a saved model, with other texts in some of them; `config_json` names config.json."""
+    texts = saved() | {name.replace("_json", ".json").replace("_md", ".md"): text for name, text in changes.items()}
+    del texts["adapter_config.json"]
+    return {name: text.encode() for name, text in texts.items()} | {"model.safetensors": b""}
+
+
 @st.composite
 def damaged(draw) -> dict[str, bytes]:
     """The files of a saved adapter or model, one or two of them damaged."""
-    texts = {name: json.dumps(values) for name, values in FILES.items()}
-    texts |= {"generation_config.json": '{"max_length": 64}', "README.md": README}
+    texts = saved()
     if draw(st.booleans()):
         del texts["adapter_config.json"]
     files = {name: text.encode() for name, text in texts.items()}
@@ -74,7 +86,18 @@ def damaged(draw) -> dict[str, bytes]:
     return files
 
 
+LONG_NAME = json.dumps(FILES["adapter_config.json"] | {"base_model_name_or_path": "x" * 10_000}).encode()
+
+
 @fuzz(cost=2)
+@example(files=model_with(README_md="---\ntags: false\n---\n# Mine\n"), command=COMMANDS[-1])
+@example(
+    files=model_with(config_json=json.dumps(FILES["config.json"]).replace("yarn", "x" * 10_000)), command=COMMANDS[0]
+)
+@example(
+    files=model_with(config_json=saved()["config.json"].replace("1.2079441541679836", '{"x": 0}')), command=COMMANDS[0]
+)
+@example(files={**model_with(), "adapter_config.json": LONG_NAME}, command=COMMANDS[0])
 @given(files=damaged(), command=st.sampled_from(COMMANDS))
 def test_damaged_folders(files, command, monkeypatch):
     monkeypatch.setattr(check, "_run_worker", lambda request, python, timeout: {"error": "not asked"})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.test_docs import commands
+from tests.pages import commands
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from tests.forked import LIMIT, CaseError, Once, forked, good_ranks, ranks
 from tests.integration import distributed, launched, trl_runs
 from tests.integration.distributed import CASES, Case, twin, whole_modules
 from tests.models import make_llama, make_tokenizer
-from tests.pages import blocks, commands
+from tests.pages import blocks
 
 # Kind of run and ZeRO stage, as accelerate names them.
 KINDS = {

@@ -382,6 +382,25 @@ def test_a_model_that_was_not_extended(tmp_path):
     )
 
 
+def test_a_trainer_of_preferences(tmp_path):
+    def case():
+        import trl
+        from datasets import Dataset
+
+        from pose_plugin import PoSECollator
+
+        model, tokenizer = trl_runs.make_model(tmp_path)
+        trl.DPOTrainer(
+            model=model,
+            args=trl.DPOConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=Dataset.from_list([{"prompt": "w1", "chosen": "w2 w3", "rejected": "w4"}] * 2),
+            processing_class=tokenizer,
+            data_collator=PoSECollator(tokenizer, target_length=TARGET),
+        )
+
+    refused(case, "PoSEError: DPOTrainer cannot be combined with PoSECollator", "SFTTrainer and")
+
+
 @pytest.mark.parametrize("key", ["cp_size", "sp_size"])
 def test_rows_split_over_devices(tmp_path, key):
     """accelerate needs more devices than there are for its context and sequence parallelism, so the value is set."""

@@ -43,6 +43,28 @@ def test_positions_depend_on_seed_epoch_and_tokens_only():
         assert not any(np.array_equal(x.position_ids, y.position_ids) for x, y in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("changes", "positions", "content"),
+    [
+        ({}, [0, 8, 9, 10, 11, 12, 13, 14], range(8)),
+        (
+            {"chunks": 3, "content": "skip"},
+            [0, 52, 58, 59, 60, 61, 62, 63],
+            [0, 6, 9, 10, 11, 12, 13, 14],
+        ),
+        ({"content": "window", "variant": "reference"}, [0, *range(52, 59)], range(1, 9)),
+        ({"sampler": "clamped", "chunks": 6}, [0, 1, 6, 7, 8, 20, 43, 62], range(8)),
+        ({"sampler": "cream", "target_margin": 9}, [0, 1, 14, 15, 16, 17, 71, 72], range(8)),
+    ],
+)
+def test_a_seed_keeps_its_positions(changes, positions, content):
+    """A run that is resumed with a later version continues with the same positions."""
+    chosen = parse_settings({"target_length": 64, "train_length": 8, "seed": 5, **changes})
+    (window,) = draw_windows([list(range(20))], chosen, 2)
+    assert window.position_ids.tolist() == positions
+    assert window.content.tolist() == list(content)
+
+
 def test_global_generators_are_not_touched():
     before = random.getstate(), np.random.get_state()[1].copy()
     draw_windows(documents(), settings(sampler="randpos"), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from transformers import Seq2SeqTrainer, Trainer
 
 from pose_plugin import extend_context
 from pose_plugin.config import parse_settings
@@ -13,6 +14,7 @@ from pose_plugin.training.checks import (
     frozen_parts,
     refuse_settings,
     require_rows_fit,
+    require_supervised,
     require_undivided,
     require_unsloth_fits,
     warning_of_frozen_parts,
@@ -30,6 +32,27 @@ def model(target: int, **lora):
     if not lora:
         return built
     return peft.get_peft_model(built, peft.LoraConfig(target_modules=["q_proj"], r=2, **lora))
+
+
+def test_only_trainers_of_texts():
+    """Of all trainers of TRL, a class of the user's on top of one, and Unsloth's copies, SFTTrainer's alone."""
+    trl = pytest.importorskip("trl")
+    kinds = [getattr(trl, name) for name in dir(trl) if name.endswith("Trainer")]
+    kinds += [type(f"My{kind.__name__}", (kind,), {"__module__": "mine"}) for kind in kinds]
+    kinds.append(type("DerivedTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.derived"}))
+    copies = [
+        type(name, (Trainer,), {}) for name in ("_UnslothSFTTrainer", "_UnslothDPOTrainer", "_UnslothGRPOTrainer")
+    ]
+    kinds += [type(copy.__name__[1:], (copy,), {}) for copy in copies]
+    works = set()
+    for kind in (*kinds, Trainer, Seq2SeqTrainer, type("Mine", (Trainer,), {})):
+        try:
+            require_supervised(kind, "PoSECollator", "Do this.")
+            works.add(kind.__name__)
+        except PoSEError as error:
+            assert str(error).startswith(f"{kind.__name__} cannot be combined with PoSECollator")
+    assert works == {"SFTTrainer", "MySFTTrainer", "UnslothSFTTrainer", "Trainer", "Seq2SeqTrainer", "Mine"}
+    assert len(kinds) > 12
 
 
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]

@@ -52,6 +52,19 @@ def test_a_resumed_run_counts_what_came_before(tmp_path):
     assert after["first_process"]["farthest"] >= before["first_process"]["farthest"]
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_the_step_after_the_last_one_counts_if_it_trains(tmp_path, schedule):
+    """transformers makes another step if the checkpoint of the last one is resumed, and again at the next resume."""
+    trainer_of(tmp_path, max_steps=2, lr_scheduler_type=schedule).train()
+    for last in (3, 4):
+        trainer = trainer_of(tmp_path, max_steps=2, lr_scheduler_type=schedule)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model(str(tmp_path / f"checkpoint-{last}"))
+        trainer.state.save_to_json(str(tmp_path / f"checkpoint-{last}" / "trainer_state.json"))
+        assert trainer.state.global_step == last
+        assert trained(tmp_path / f"checkpoint-{last}")["steps"] == (2 if schedule == "linear" else last)
+
+
 def test_a_second_run_of_one_process_counts_its_own(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=2, rows=4)
     for _ in range(2):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pose_plugin.utils.files import write_json, write_whole
+from pose_plugin.utils.files import atomic_file, new_folder, staged, write_json, write_whole
 from tests.forked import CaseError, forked
 
 
@@ -80,3 +82,67 @@ def test_the_target_of_a_link_is_not_changed(file, tmp_path):
     link.symlink_to(file)
     write_json(link, {"new": True})
     assert file.read_text() == old and not link.is_symlink() and "new" in link.read_text()
+
+
+def killed_in_the_middle(file: Path, write: Callable[[Path], None]) -> None:
+    def case():
+        with atomic_file(file) as part:
+            write(part)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(CaseError, match="the child died"):
+        forked(case)
+
+
+@pytest.mark.parametrize("again", ["the same file", "another file", "several files", "a folder"])
+def test_what_a_kill_left_is_removed_by_the_next_write(file, again):
+    pytest.importorskip("fcntl")
+    killed_in_the_middle(file, lambda part: part.write_text("{"))
+    assert len(names(file.parent)) == 2
+    if again == "several files":
+        with staged(file.parent) as stage:
+            stage.write("new", "")
+    elif again == "a folder":
+        with new_folder(file.with_name("new")):
+            pass
+    else:
+        write_json(file if again == "the same file" else file.with_name("new"), {})
+    assert names(file.parent) == [file.name, *(["new"] if again != "the same file" else [])]
+
+
+def test_what_another_process_writes_is_left_alone(file):
+    pytest.importorskip("fcntl")
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with atomic_file(file) as part:
+                part.write_text("first")
+                # As safetensors does: the file that was opened is replaced.
+                part.with_name("other").write_text("theirs")
+                part.with_name("other").replace(part)
+                os.write(ready[1], b"1")
+                os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    write_json(file, {"ours": True})
+    with staged(file.parent) as stage, new_folder(file.with_name("new")):
+        stage.write_json(file.name, {"ours": 2})
+    assert len([name for name in names(file.parent) if name.endswith(".part")]) == 1
+    assert "ours" in file.read_text()
+    os.write(done[1], b"1")
+    os.waitpid(pid, 0)
+    assert file.read_text() == "theirs" and names(file.parent) == [file.name, "new"]
+
+
+def test_without_locks_nothing_is_removed(file, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    killed_in_the_middle(file, lambda part: part.write_text("{"))
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_json(file, {"new": True})
+    assert "new" in file.read_text() and len(names(file.parent)) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -84,6 +85,7 @@ class Sampler(ABC):
     refused_contents: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
+    @cache
     def options(cls) -> tuple[str, ...]:
         """Return the names of the settings that it reads."""
         return tuple(field.name for field in fields(cls))
