@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,16 @@ import torch
 from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
 from pose_plugin.evaluation import fingerprints
+from pose_plugin.evaluation.asking import Answers
 from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens, tokens_of
-from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room, tokens_at_once
+from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.results import ModelResult, Result, joined
+from pose_plugin.evaluation.served import ServedModel, ServedSource, cost, require_fits
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
+from pose_plugin.utils.server import ServerGoneError
 
 
 class Session:
@@ -54,6 +58,7 @@ class Session:
         self.left_out: list[tuple[str | None, str, int, str]] = []
         self.failed = False
         self._prepared: dict[str, list[Measure]] = {}
+        self._answers: dict[str, Answers] = {}
         self._tokens: dict[str, str] = {}
         self._alone = True
         with writing(output):
@@ -73,10 +78,15 @@ class Session:
         complaints, device = Complaints(), place(self.device)
         for source in everyone.values():
             with complaints:
-                # Before long prompts are made that no memory could read.
-                require_room(source.config, min(self.lengths), device)
-                self._prepared[source.name] = [measure.model_copy() for measure in self.measures]
+                served = isinstance(source, ServedSource)
+                if not served:
+                    # Before long prompts are made that no memory could read.
+                    require_room(source.config, min(self.lengths), device)
+                self._answers[source.name] = Answers(self.journal, self._identity(source))
+                possible = [measure for measure in self.measures if measure.on_a_server or not served]
+                self._prepared[source.name] = [measure.model_copy() for measure in possible]
                 for measure in self._prepared[source.name]:
+                    measure.keep_in(self._answers[source.name])
                     with complaints:
                         self._prepare(measure, source, evaluator, windows)
                 self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
@@ -110,7 +120,7 @@ class Session:
         for source in sources:
             missing, text = self._missing(source), "  nothing is missing"
             if missing:
-                text = self._forecast(load(source, self.dtype, self.device), missing, source.path)
+                text = self._forecast(self._open(source), missing, source)
             parts.append(f"{source.name}\n{text}")
         return "\n\n".join(parts)
 
@@ -130,7 +140,7 @@ class Session:
                 try:
                     if model is None:
                         print(f"{measure.name}: asking {evaluator.name}", flush=True)
-                        model = load(evaluator, self.dtype, self.device)
+                        model = self._open(evaluator)
                     answers[n] = measure.ask(model, n)
                 except Exception as error:
                     reason = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
@@ -140,8 +150,9 @@ class Session:
                         break
                     continue
                 self._keep(key, evaluator, measure, n, answers[n])
-            for prepared in self._prepared.values():
-                next(each for each in prepared if each.name == measure.name).answers = answers
+            for prepared in itertools.chain.from_iterable(self._prepared.values()):
+                if prepared.name == measure.name:
+                    prepared.answers = answers
 
     def results(self, source: Source) -> Iterator[ModelResult]:
         """Yield the model's results after each measure, more of them each time."""
@@ -158,7 +169,11 @@ class Session:
 
     def notes(self, source: Source) -> list[str]:
         """Return what was left out and what cannot be compared, for the report."""
-        notes = [
+        notes = source.notes_of(self._answers[source.name]) if isinstance(source, ServedSource) else []
+        logits = [measure.name for measure in self.measures if not measure.on_a_server]
+        if isinstance(source, ServedSource) and logits:
+            notes.append(f"{', '.join(logits)} cannot be measured: servers do not return logits")
+        notes += [
             f"{name}{f' at {n}' if n else ''} was left out: {reason}"
             for who, name, n, reason in self.left_out
             if who in (None, source.name)
@@ -182,15 +197,18 @@ class Session:
                 continue
             try:
                 # Before long prompts are made that no memory could read.
-                tokens_at_once(model, measure.work(n).length)
+                require_fits(model, measure.work(n).length)
                 part = measure.run(model, n)
             except Exception as error:
                 # Too little memory, data of lm-eval that is missing, positions that end before n, …: the rest goes on.
                 self._leave_out(source.name, measure.name, n, _foreseen(error, source, n))
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-                # Longer ones need more memory.
-                full = isinstance(error, TooLittleMemory)
+                # Longer ones need more memory, and a lost server answers nothing.
+                gone = isinstance(error, ServerGoneError)
+                if gone and self._alone:
+                    raise
+                full = gone or isinstance(error, TooLittleMemory)
                 continue
             self._keep(key, source, measure, n, part.to_dict())
             yield part
@@ -202,8 +220,8 @@ class Session:
             print("  nothing is missing", flush=True)
             return None
         try:
-            model = load(source, self.dtype, self.device)
-            print(self._forecast(model, missing, source.path), flush=True)
+            model = self._open(source)
+            print(self._forecast(model, missing, source), flush=True)
             return model
         except PoSEError as error:
             if self._alone:
@@ -211,6 +229,9 @@ class Session:
             # The other models are worth their own results.
             self._leave_out(source.name, ", ".join(dict.fromkeys(measure.name for measure, _ in missing)), 0, error)
             return None
+
+    def _open(self, source: Source) -> Any:
+        return source.model if isinstance(source, ServedSource) else load(source, self.dtype, self.device)
 
     def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError) -> None:
         print(f"  {name}{f' at {n}' if n else ''} is left out: {error}", flush=True)
@@ -227,11 +248,19 @@ class Session:
         ]
 
     def _key(self, source: Source, measure: Measure, n: int, what: str = "result") -> str:
-        """Return the hash of all that a result depends on; the display name does not count."""
+        """Return the hash of all that a result depends on."""
         return digest({
             "what": what,
             "measure": measure.name,
             "length": n,
+            "model": self._identity(source),
+            "options": measure.depends(),
+            "answer": (measure.answers or {}).get(n) if what == "result" else None,
+        })  # fmt: skip
+
+    def _identity(self, source: Source) -> str:
+        """Return the hash of all that a model's answers depend on; the display name does not count."""
+        return digest({
             "weights": [
                 fingerprints.of_model(source.base), source.revision, fingerprints.of_model(source.path)
             ],
@@ -239,15 +268,15 @@ class Session:
             "dtype": self.dtype,
             # Another version may ask otherwise.
             "version": __version__,
-            "options": measure.depends(),
-            "answer": (measure.answers or {}).get(n) if what == "result" else None,
         })  # fmt: skip
 
     def _keep(self, key: str, source: Source, measure: Measure, n: int, result: Any) -> None:
         with writing(self.output):
             self.journal.add(key, name=source.name, measure=measure.name, length=n, version=__version__, result=result)
 
-    def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], path: str) -> str:
+    def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], source: Source) -> str:
+        if isinstance(model, ServedModel):
+            return cost(model, missing, self._answers[source.name])
         try:
             batch_size = self.measures[0].batch_size
             return forecast(model, [(measure.name, measure.work(n)) for measure, n in missing], batch_size)
@@ -256,7 +285,8 @@ class Session:
         except Exception as error:
             text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PoSEError(
-                f"{path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or --dtype"
+                f"{source.path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or "
+                "--dtype"
             ) from error
 
 
