@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from pose_plugin.cli.parser import amount, count
 from pose_plugin.config import Strict, explain
 from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
+from pose_plugin.evaluation.ranks import launched
 from pose_plugin.evaluation.settings import read_text
 from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import Complaints, PoSEError
@@ -81,6 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
 
 
 def run(args: argparse.Namespace) -> int:
+    """Evaluate; of several processes that were launched together, only the first one prints."""
+    if launched()[0] == 0:
+        return _run(args)
+    args.quiet = True
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     """Check the input, then evaluate model after model; each figure is on disk as soon as it is measured.
 
     Returns:
@@ -110,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     )
     session.check(sources, evaluator, Windows(base=sources[0].maximum, trained=trained))
     if args.plan:
-        print(session.forecast(sources))
+        if session.ranks.rank == 0:
+            print(session.forecast(sources))
         return 0
     session.open()
     if session.versions():
@@ -120,6 +132,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if evaluator is not None:
             session.ask(evaluator)
+        if session.ranks.world > 1:
+            session.share(sources)
+            if session.ranks.rank > 0:
+                return 0
         _measure(session, sources, report)
     except KeyboardInterrupt:
         print(f"\nStopped. What is finished is kept in {output}; the same command resumes from there.")
