@@ -106,8 +106,10 @@ class ServedModel:
 
     def _ask(self, question: Question) -> Reply:
         ids = question.ids
+        # The API takes four at most; the answer is cut at all of them afterwards.
+        stop = list(getattr(question, "stop", ()))[:4]
         try:
-            reply = self._send(self._form, ids, question.budget, list(getattr(question, "stop", ())))
+            reply = self._send(self._form, ids, question.budget, stop)
         except TooLongError as error:
             from pose_plugin.evaluation.memory import TooLittleMemory
 

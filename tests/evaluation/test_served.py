@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("openai")
 
 from pose_plugin.cli import main as cli
-from pose_plugin.evaluation.measures.passkey import passkey
+from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.served import ServedModel
 from pose_plugin.utils.server import Server
 from tests.evaluation.model_server import ModelServer
+from tests.evaluation.test_harness import TASK
+from tests.forked import forked
 
 BASE = Path(__file__).parents[2] / "example_configs" / "quickstart" / "base"
 TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
@@ -205,6 +207,35 @@ def test_measures_that_need_logits_are_left_to_the_models_in_this_process(serve,
     here, served = models_of(tmp_path)
     assert "perplexity" in here and "perplexity" not in served
     assert "perplexity cannot be measured" in served["notes"][0]
+
+
+def test_tasks_of_lm_eval_have_the_same_scores(serve, tokenizer, tmp_path):
+    pytest.importorskip("lm_eval")
+    measure = Passkey(trials=4)
+    measure.prepare(tokenizer, [256])
+    rows = [
+        {"q": tokenizer.decode(row.prompt, skip_special_tokens=True), "a": row.key} for row in measure.documents(256)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "local.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl", answer=5))
+    words = [
+        "--tasks",
+        "passkey",
+        "--trials",
+        1,
+        "--lengths",
+        400,
+        "--harness",
+        "local_key",
+        "--harness-path",
+        tmp_path,
+    ]
+    with serve() as server:
+        words += ["--url", server.url, "--like", BASE, "--output", tmp_path / "out"]
+        assert forked(run, BASE, *words).value == 0
+        here, served = models_of(tmp_path / "out")
+        assert here["harness"] == served["harness"] and 0 < here["harness"]["rows"][0]["score"] < 1
+        assert sum(body.get("stop") == ["\n"] for body in server.asked) == 4
 
 
 def test_as_a_function(serve, model, tokenizer):
