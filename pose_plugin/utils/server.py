@@ -13,6 +13,8 @@ from pose_plugin.utils.errors import PoSEError
 
 # Seconds to connect. A machine that does not exist often does not refuse the connection either.
 CONNECT = 30.0
+# Where vLLM, SGLang and gateways state a model's window.
+WINDOWS = ("max_model_len", "context_length", "max_context_length", "context_window")
 # What servers say of a prompt and an answer that are longer than their context.
 TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
 
@@ -96,23 +98,26 @@ class Server:
 
     def _model(self, wanted: str | None, option: str) -> tuple[str, int | None]:
         """Return the model's name, and the window that the server states, if it does."""
-        models = self._sent(self.client.models.list)
-        listed = getattr(models, "data", None)
-        if listed is None:
-            raise PoSEError(f"--url {self.address}: GET /models gives no list of models; a URL mostly ends in /v1")
-        names = [model.id for model in listed]
-        if wanted is None and len(names) != 1:
-            raise PoSEError(f"--url {self.address} serves {', '.join(names) or 'nothing'}; choose one with {option}")
-        found = next((model for model in listed if wanted in (None, model.id)), None)
-        if found is None:
+        facts = self._models()
+        if wanted is None and len(facts) != 1:
+            raise PoSEError(f"--url {self.address} lists {', '.join(facts) or 'no model'}; choose one with {option}")
+        if wanted is not None and wanted not in facts:
             # `transformers serve` loads any folder, and lists only what is in the cache of the hub.
-            if Path(str(wanted)).is_dir():
-                return str(wanted), None
-            raise PoSEError(f"{option} {wanted}: the server at {self.address} has {', '.join(names) or 'no model'}")
-        extra = found.model_extra or {}
-        # vLLM and SGLang state max_model_len, llama.cpp meta.n_ctx.
-        stated = extra.get("max_model_len") or (extra.get("meta") or {}).get("n_ctx")
-        return found.id, int(stated) if stated else None
+            if not facts or Path(wanted).is_dir():
+                return wanted, None
+            raise PoSEError(f"{option} {wanted}: the server at {self.address} has {', '.join(facts)}")
+        name = wanted or next(iter(facts))
+        # llama.cpp states it one level deeper.
+        stated = [*map(facts[name].get, WINDOWS), (facts[name].get("meta") or {}).get("n_ctx")]
+        return name, next((int(each) for each in stated if each), None)
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """Return what the server states of each model; {} if it cannot list them, which some servers cannot."""
+        try:
+            listed = self._sent(self.client.models.list)
+        except (RefusedError, FailedError):
+            return {}
+        return {model.id: model.model_extra or {} for model in getattr(listed, "data", None) or []}
 
     def complete(self, prompt: str | list[int], tokens: int, stop: list[str] | None = None) -> Reply:
         """Continue a prompt greedily, by POST /completions.
