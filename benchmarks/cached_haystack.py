@@ -46,7 +46,8 @@ def one(folder: str, length: int, questions: int, prompts: int) -> dict[str, Any
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pose_plugin.evaluation.measures.haystack import Wording, ask, build, cached
+    from pose_plugin.evaluation.generation import cached
+    from pose_plugin.evaluation.measures.haystack import Wording, ask, build
     from pose_plugin.evaluation.model import evaluating
     from pose_plugin.evaluation.prompts import token_ids
 
@@ -55,14 +56,18 @@ def one(folder: str, length: int, questions: int, prompts: int) -> dict[str, Any
     wording = Wording(fact="{name} {key}.")
     sentences = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(length // 8))
     text = build(tokenizer, wording, token_ids(tokenizer, sentences), length, questions, seed=0)
+
+    def answers(facts):
+        return ask(model, tokenizer, cached(model, text.ids), facts, wording.question)
+
     with evaluating(model):
-        cached(model, text)  # the first forward also fills caches
+        cached(model, text.ids)  # the first forward also fills caches
         single, together = 0.0, 0.0
         for number in range(prompts):
             fact = text.facts[number * questions // prompts]
-            single += _seconds(lambda fact=fact: ask(model, tokenizer, cached(model, text), [fact], wording.question))
+            single += _seconds(lambda fact=fact: answers([fact]))
             if number == 0:
-                together = _seconds(lambda: ask(model, tokenizer, cached(model, text), text.facts, wording.question))
+                together = _seconds(lambda: answers(text.facts))
     return {
         "length": length,
         "questions": questions,

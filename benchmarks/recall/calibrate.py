@@ -23,7 +23,8 @@ from recall import texts, words  # noqa: E402
 from recall.bands import by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
 
-from pose_plugin.evaluation.measures.haystack import Wording, ask, build, cached  # noqa: E402
+from pose_plugin.evaluation.generation import cached  # noqa: E402
+from pose_plugin.evaluation.measures.haystack import Wording, ask, build  # noqa: E402
 
 OUTPUT = RESULTS / "recall_calibration.json"
 
@@ -117,7 +118,7 @@ def run(name: str, what: Try) -> list[dict[str, Any]]:
     rows = []
     with evaluating(model):
         begin = time.process_time()
-        cache = cached(model, haystack)
+        cache = cached(model, haystack.ids)
         reading = time.process_time() - begin
         for label, question in what.questions.items():
             begin = time.process_time()

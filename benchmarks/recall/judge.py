@@ -30,7 +30,8 @@ from recall.bands import BANDS, by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
 from recall.settings import COUNT, JUDGED, LENGTH, PILOT, WITHIN, WORDING, Place  # noqa: E402
 
-from pose_plugin.evaluation.measures.haystack import Answer, ask, build, cached  # noqa: E402
+from pose_plugin.evaluation.generation import cached  # noqa: E402
+from pose_plugin.evaluation.measures.haystack import Answer, ask, build  # noqa: E402
 
 NEAR = 8192
 """The base's window in tokens: nearer facts tell about the old window, farther ones about the new one."""
@@ -84,7 +85,7 @@ def one(model: Any, tokenizer: Any, place: Place, length: int) -> dict[str, Any]
     haystack = build(tokenizer, WORDING, filler, length, round(COUNT * length / LENGTH), place.seed)
     begin = time.process_time()
     with evaluating(model):
-        answers = ask(model, tokenizer, cached(model, haystack), haystack.facts, WORDING.question)
+        answers = ask(model, tokenizer, cached(model, haystack.ids), haystack.facts, WORDING.question)
     return {
         **asdict(place), "cpu_s": round(time.process_time() - begin),
         "bands": {band: list(counts) for band, counts in by_band(answers).items()},

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError, create_model
 
+from pose_plugin.cli.parser import amount, count
 from pose_plugin.config import Strict, explain
 from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
+from pose_plugin.evaluation.ranks import launched
 from pose_plugin.evaluation.settings import read_text
+from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.lengths import parse_length, parse_lengths
 from pose_plugin.utils.plots import require_matplotlib
@@ -31,12 +35,28 @@ example, the three rows every claim needs (base, RoPE only, trained):
 """
 
 
+# Options of a served model. Without --url they have no effect.
+SERVED: dict[str, dict[str, Any]] = {
+    "--url": {"help": "an OpenAI-compatible server (vLLM, SGLang, llama.cpp, transformers serve), up to and with /v1"},
+    "--served-model": {"action": "append", "default": [], "metavar": "NAME",
+                       "help": "its name on the server, may be repeated; default: the only one"},
+    "--like": {"metavar": "FOLDER", "help": "the folder of the served model or of its base, for tokenizer and config"},
+    "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
+    "--prompts": {"choices": ("auto", "ids", "text", "chat"),
+                  "help": "how prompts are sent; default: auto, the first of the others that the server takes"},
+    "--concurrency": {"type": count, "help": "requests at a time (default 4)"},
+    "--requests-per-minute": {"type": amount, "help": "the most that are sent; default: no limit"},
+    "--max-requests": {"type": count, "help": "do not begin if more requests are missing; default: no limit"},
+    "--retries": {"type": count, "help": "how often a request that gets no answer is repeated (default 4)"},
+}  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     default = ", ".join(name for name, measure in by_task().items() if measure.by_default)
-    add("models", nargs="+", metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
+    add("models", nargs="*", default=[], metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
     add("--lengths", help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes; default: an eighth of the "
         "target window, doubled up to twice the target, as far as they fit in memory")  # fmt: skip
     add("--tasks", help=f"of {', '.join(by_task())}, or all; default: {default}, as far as there are --texts")
@@ -56,10 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--device", help="cuda, cpu, …; default: the accelerator if there is one")
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")
     add("--quiet", action="store_true", help="no progress bars")
+    served = parser.add_argument_group("a served model, next to the MODELs or without any")
+    for flag, settings in SERVED.items():
+        served.add_argument(flag, **settings)
     return run
 
 
 def run(args: argparse.Namespace) -> int:
+    """Evaluate; of several processes that were launched together, only the first one prints."""
+    if launched()[0] == 0:
+        return _run(args)
+    args.quiet = True
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     """Check the input, then evaluate model after model; each figure is on disk as soon as it is measured.
 
     Returns:
@@ -75,20 +107,22 @@ def run(args: argparse.Namespace) -> int:
 
         # The bar of loading weights.
         logging.disable_progress_bar()
-    sources = _sources(args.models, asked)
+    here = _sources(args.models, asked)
+    sources = _distinct([*here, *_served(args, asked)])
     trained, target = _windows(asked, sources)
     lengths = asked.lengths or default_lengths(target or max(source.maximum or 1 for source in sources))
 
     from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.run import Session
 
-    evaluator = _evaluator(asked.measures, sources)
+    evaluator = _evaluator(asked.measures, here)
     session = Session(
         asked.measures, lengths, output, args.dtype, args.device, args.fresh, where_possible=not asked.lengths
     )
     session.check(sources, evaluator, Windows(base=sources[0].maximum, trained=trained))
     if args.plan:
-        print(session.forecast(sources))
+        if session.ranks.rank == 0:
+            print(session.forecast(sources))
         return 0
     session.open()
     if session.versions():
@@ -98,6 +132,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if evaluator is not None:
             session.ask(evaluator)
+        if session.ranks.world > 1:
+            session.share(sources)
+            if session.ranks.rank > 0:
+                return 0
         _measure(session, sources, report)
     except KeyboardInterrupt:
         print(f"\nStopped. What is finished is kept in {output}; the same command resumes from there.")
@@ -120,7 +158,9 @@ class _Asked:
         self.target_length = self._parsed("--target-length", args.target_length, parse_length)
         self.extensions = [self._parsed("--extend", text, _extension) for text in args.extend]
         with self._complaints:
-            self.names = _labels(args.label, args.models)
+            self.names = _labels(args.label, [*args.models, *(args.served_model or [args.url or ""])])
+        with self._complaints:
+            _check_served(args)
         for path in args.models:
             with self._complaints:
                 # A hub name has no such beginning.
@@ -183,6 +223,16 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
         if tasks == [] and not chosen:
             raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
         chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
+        logits = [measure.name for measure in chosen if not measure.on_a_server]
+        if args.url and logits and tasks in (None, ["all"]):
+            # The models in this process are measured. Without any, nothing is.
+            chosen = [measure for measure in chosen if measure.on_a_server or args.models]
+        elif args.url and logits:
+            possible = ", ".join(name for name, measure in by_task().items() if measure.on_a_server)
+            raise PoSEError(
+                f"--tasks={','.join(logits)} needs logits, which a server does not return; measure the folder as MODEL "
+                f"in a command without --url, or choose from {possible}"
+            )
         with complaints:
             require_effect(given, chosen, _flag)
     with complaints:
@@ -257,12 +307,50 @@ def _sources(models: list[str], asked: _Asked) -> list[Source]:
         with complaints:
             sources.insert(number, extended(sources[0], *extension))
     complaints.raise_all()
+    return _distinct(sources)
+
+
+def _distinct(sources: list[Source]) -> list[Source]:
+    """Number models of the same name."""
     taken: set[str] = set()
     for source in sources:
         more = (f"{source.name} ({n})" for n in itertools.count(2))
         source.name = next(name for name in itertools.chain([source.name], more) if name not in taken)
         taken.add(source.name)
     return sources
+
+
+def _check_served(args: argparse.Namespace) -> None:
+    """Raise PoSEError for options of a served model that miss something or have no effect."""
+    if args.url is None:
+        given = [option for option in SERVED if getattr(args, option[2:].replace("-", "_"))]
+        if given:
+            raise PoSEError(f"{given[0]} has no effect without --url; give the address of the server, up to /v1")
+        if not args.models:
+            raise PoSEError("MODEL is missing: name a folder, an adapter or a hub name, or a server with --url")
+    elif args.like is None:
+        raise PoSEError(f"--url {without_password(args.url)} needs --like, the folder of the served model or its base")
+
+
+def _served(args: argparse.Namespace, asked: _Asked) -> list[Source]:
+    """Return the served models; the server is asked for their names."""
+    if args.url is None:
+        return []
+    from pose_plugin.checkpoints.load import describe
+    from pose_plugin.evaluation.served import ServedModel, describe_served
+    from pose_plugin.utils.server import Server, key_of
+
+    like, form, key = describe(args.like), args.prompts or "auto", key_of(args.key_variable)
+    found: list[Source] = []
+    for name in args.served_model or [None]:
+        server = Server(args.url, name, key, retries=args.retries or 4, option="--served-model")
+        model = ServedModel(
+            server, like.tokenizer, form, args.concurrency or 4, args.requests_per_minute or 0, args.max_requests
+        )
+        source = describe_served(like, model, form)
+        source.name = asked.names.get(name or args.url, source.name)
+        found.append(source)
+    return found
 
 
 def _name_by_folders(sources: list[Source]) -> None:
@@ -284,6 +372,9 @@ def _windows(asked: _Asked, sources: list[Source]) -> tuple[int | None, int | No
 
 
 def _beyond(source: Source, lengths: list[int]) -> list[str]:
+    if "served_model" in source.facts:
+        # The server refuses what is beyond its window, and the config may be that of the base.
+        return []
     beyond = [n for n in lengths if source.maximum and n > source.maximum and not source.condenses]
     if not beyond:
         return []

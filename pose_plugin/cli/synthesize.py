@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
     if settings.output.exists() and not settings.output.is_dir():
         raise PoSEError(f"--output {settings.output} is a file; name a folder")
 
-    from pose_plugin.synthesize.clean import Cleaner
     from pose_plugin.synthesize.estimate import Plan, describe
     from pose_plugin.synthesize.output import require_own, require_same
     from pose_plugin.synthesize.paid import Answers
     from pose_plugin.synthesize.run import key_from
     from pose_plugin.synthesize.run import run as run_items
     from pose_plugin.synthesize.select import assign, collect
+    from pose_plugin.utils.clean import Cleaner
     from pose_plugin.utils.log import show_log
 
     show_log()

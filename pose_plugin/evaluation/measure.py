@@ -57,6 +57,7 @@ class Measure(BaseModel):
         by_default: whether it is measured if the user names no measures.
         needs_texts: whether it measures on texts of the user.
         needs_evaluator: whether another model has to say first what is measured; see `ask`.
+        on_a_server: whether a served model can be measured; see `asking.Asking`. Servers give no logits.
         while_training: whether it can be part of the `evaluate:` block.
         chosen_by: the option that selects it in the command; "" if that is `--tasks`.
         costly: whether it takes so much longer than the others that `all` leaves it out.
@@ -80,6 +81,7 @@ class Measure(BaseModel):
     by_default: ClassVar[bool] = False
     needs_texts: ClassVar[bool] = False
     needs_evaluator: ClassVar[bool] = False
+    on_a_server: ClassVar[bool] = False
     while_training: ClassVar[bool] = True
     chosen_by: ClassVar[str] = ""
     costly: ClassVar[bool] = False
@@ -92,6 +94,7 @@ class Measure(BaseModel):
     answers: dict[int, Any] | None = None
     batch_size: PositiveInt | None = Field(None, description="sequences in one forward; default: about 16k tokens")
 
+    _kept: Any = None
     _tokenizer: Any = None
     _lengths: list[int] = []
 
@@ -109,6 +112,10 @@ class Measure(BaseModel):
         if not lengths or min(lengths) < 1:
             raise PoSEError(f"lengths={list(lengths)}: give numbers of tokens of at least 1, e.g. lengths=[2048, 4096]")
         self._tokenizer, self._lengths = plain_tokenizer(tokenizer), sorted(set(lengths))
+
+    def keep_in(self, answers: Any) -> None:
+        """Use the `asking.Answers` of a model that there are already, and keep new ones there."""
+        self._kept = answers
 
     def pieces(self) -> list[int]:
         """Return the lengths that are measured one by one, each kept on the disk when it is done."""
@@ -136,12 +143,12 @@ class Measure(BaseModel):
         Raises:
             PoSEError: what `prepare` raises; a length that does not fit in memory.
         """
-        from pose_plugin.evaluation.memory import tokens_at_once
+        from pose_plugin.evaluation.served import require_fits
 
         self.prepare(tokenizer, lengths)
         for length in self.pieces():
             # Before anything runs: a later length must not end what was started.
-            tokens_at_once(model, self.work(length).length)
+            require_fits(model, self.work(length).length)
         return joined([self.run(model, length) for length in self.pieces()])
 
     @classmethod

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from pydantic import Field, StrictInt
 
 from pose_plugin.config import PositiveInt
-from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.asking import Asking
+from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 
@@ -27,6 +28,7 @@ class Prompt:
         expected: what has to be in the answer.
         distance: tokens from the beginning of the fact asked for to the end of prompt and answer, if known.
         exact: whether prompt and answer must have exactly `length` tokens.
+        shared: how many of the first tokens the neighbouring prompts have too; see `asking.Question`.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Prompt:
     expected: tuple[str, ...]
     distance: int | None = None
     exact: bool = True
+    shared: int = 0
 
     def __post_init__(self) -> None:
         # A prompt of another length would silently measure another length.
@@ -45,14 +48,13 @@ class Prompt:
             raise AssertionError(f"a prompt of {len(self.ids)} + {self.budget} tokens is not {self.length}")
 
 
-class Retrieval(Measure):
+class Retrieval(Asking):
     """A measure that asks for something hidden in a prompt; subclasses make the prompts and score the answers.
 
     Attributes:
         rules: by kind, how an answer is scored.
     """
 
-    higher_is_better: ClassVar[bool] = True
     x_label: ClassVar[str] = "prompt length (tokens)"
     rules: ClassVar[dict[str, str]]
 
@@ -95,35 +97,16 @@ class Retrieval(Measure):
     def work(self, length: int) -> Work:
         return Work(length, self.trials * len(self.asked()), steps=16)
 
-    def run(self, model: Any, length: int) -> Result:
-        import torch
+    def questions(self, length: int) -> list[Prompt]:
+        return self.prompts(length)
 
-        from pose_plugin.evaluation.memory import in_batches
-        from pose_plugin.evaluation.model import device_of, evaluating, greedy, progress_bar
-
-        prompts, ends = self.prompts(length), end_tokens(self._tokenizer, model)
-        answers: dict[int, str] = {}
-
-        def run(batch: Sequence[int], chunk: int | None) -> list[None]:
-            ids = torch.tensor([prompts[i].ids for i in batch], device=device_of(model))
-            for i, tokens in zip(batch, greedy(model, ids, prompts[batch[0]].budget, chunk).tolist(), strict=True):
-                end = next((at for at, token in enumerate(tokens) if token in ends), None)
-                answers[i] = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
-            bar.update(len(batch))
-            return [None] * len(batch)
-
-        with evaluating(model), progress_bar(f"{self.name} {length}", len(prompts), "prompt", self.progress) as bar:
-            # A batch has no padding: its prompts have the same number of tokens, and of tokens to decode.
-            sizes = [(prompt.budget, len(prompt.ids)) for prompt in prompts]
-            for size in dict.fromkeys(sizes):
-                same = [i for i, other in enumerate(sizes) if other == size]
-                in_batches(model, same, length, run, self.batch_size)
-        first = {prompt.kind: prompt for prompt in reversed(prompts)}
+    def judge(self, length: int, questions: Sequence[Prompt], answers: Sequence[str]) -> Result:
+        first = {prompt.kind: prompt for prompt in reversed(questions)}
         notes = {kind: chance and f"chance {chance}" for kind, p in first.items() for chance in [self.chance(p)]}
         rows = []
-        for i, prompt in enumerate(prompts):
-            score, details = self.score(answers[i], prompt), {"expected": list(prompt.expected), "answer": answers[i]}
-            details |= self.details(answers[i], prompt)
+        for prompt, answer in zip(questions, answers, strict=True):
+            score, details = self.score(answer, prompt), {"expected": list(prompt.expected), "answer": answer}
+            details |= self.details(answer, prompt)
             where = (prompt.kind, prompt.depth, prompt.distance)
             rows.append(Row(length, score, 1, *where, note=notes[prompt.kind], details=details))
         examples = {kind: self._tokenizer.decode(first[kind].ids) for kind in self.asked()}
@@ -152,10 +135,3 @@ def require_depths(depths: Sequence[float], trials: int) -> None:
     outside = [depth for depth in depths if not 0 <= depth <= 1]
     if outside:
         raise PoSEError(f"depths={outside[0]} is outside 0…1; 0 is the start of the text, 1 its end")
-
-
-def end_tokens(tokenizer: Any, model: Any) -> set[int]:
-    """Return the tokens that end an answer, by the tokenizer and by the model's generation config."""
-    config = getattr(model, "generation_config", None)
-    ends = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    return {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,36 @@ import torch
 from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
 from pose_plugin.evaluation import fingerprints
+from pose_plugin.evaluation.asking import Answers, Asking, groups, unanswered
 from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens, tokens_of
-from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room, tokens_at_once
+from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room
 from pose_plugin.evaluation.model import device_of
+from pose_plugin.evaluation.ranks import Ranks
 from pose_plugin.evaluation.results import ModelResult, Result, joined
+from pose_plugin.evaluation.served import ServedModel, ServedSource, cost, require_fits
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
+from pose_plugin.utils.server import ServerGoneError
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What could not be measured.
+
+    Attributes:
+        who: name of the model; None for all.
+        name: names of the measures.
+        length: in tokens; 0 for all.
+        reason: to read.
+        longer: whether longer ones were not tried.
+    """
+
+    who: str | None
+    name: str
+    length: int
+    reason: str
+    longer: bool
 
 
 class Session:
@@ -35,7 +61,7 @@ class Session:
             first is an error, and the second counts as a failure.
 
     Attributes:
-        left_out: (model, or None for all, measure, length, reason) of what could not be measured.
+        left_out: what could not be measured.
         failed: whether some of it should have been measured.
     """
 
@@ -50,10 +76,12 @@ class Session:
         where_possible: bool = False,
     ) -> None:
         self.measures, self.lengths, self.where_possible = measures, list(lengths), where_possible
-        self.output, self.dtype, self.device, self.fresh = output, dtype, device, fresh
-        self.left_out: list[tuple[str | None, str, int, str]] = []
+        self.ranks = Ranks()
+        self.output, self.dtype, self.device, self.fresh = output, dtype, device or self.ranks.device(), fresh
+        self.left_out: list[LeftOut] = []
         self.failed = False
         self._prepared: dict[str, list[Measure]] = {}
+        self._answers: dict[str, Answers] = {}
         self._tokens: dict[str, str] = {}
         self._alone = True
         with writing(output):
@@ -73,10 +101,15 @@ class Session:
         complaints, device = Complaints(), place(self.device)
         for source in everyone.values():
             with complaints:
-                # Before long prompts are made that no memory could read.
-                require_room(source.config, min(self.lengths), device)
-                self._prepared[source.name] = [measure.model_copy() for measure in self.measures]
+                served = isinstance(source, ServedSource)
+                if not served:
+                    # Before long prompts are made that no memory could read.
+                    require_room(source.config, min(self.lengths), device)
+                self._answers[source.name] = Answers(self.journal, self._identity(source))
+                possible = [measure for measure in self.measures if measure.on_a_server or not served]
+                self._prepared[source.name] = [measure.model_copy() for measure in possible]
                 for measure in self._prepared[source.name]:
+                    measure.keep_in(self._answers[source.name])
                     with complaints:
                         self._prepare(measure, source, evaluator, windows)
                 self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
@@ -96,8 +129,10 @@ class Session:
     def open(self) -> None:
         """Create the folder, forget what `fresh` forgets, and raise PoSEError now if results cannot be kept."""
         with writing(self.output):
-            if self.fresh:
+            if self.fresh and self.ranks.rank == 0:
                 self.journal.path.unlink(missing_ok=True)
+            # All have read the journal, and none has written to it: they divide the same work.
+            self.ranks.meet()
             self.journal.open()
 
     def versions(self) -> list[str]:
@@ -110,18 +145,62 @@ class Session:
         for source in sources:
             missing, text = self._missing(source), "  nothing is missing"
             if missing:
-                text = self._forecast(load(source, self.dtype, self.device), missing, source.path)
+                text = self._forecast(self._open(source), missing, source)
             parts.append(f"{source.name}\n{text}")
         return "\n\n".join(parts)
 
+    def share(self, sources: Sequence[Source]) -> None:
+        """Measure this process's part of what is missing, wait for the other processes, and read what they found.
+
+        Questions are divided. What asks none is measured by one process per length.
+        """
+        for turn, source in enumerate(sources, 1):
+            print(f"[{turn}/{len(sources)}] {source.name}, shared by {self.ranks.world} processes", flush=True)
+            missing = self._missing(source)
+            works = [measure.work(n) for measure, n in missing]
+            whole = [i for i, (measure, _) in enumerate(missing) if not isinstance(measure, Asking)]
+            costs = [max(works[i].sequences, 1) * works[i].length for i in whole]
+            owners = dict(zip(whole, self.ranks.owners(costs), strict=True))
+            model = self._load(source)
+            for i, (measure, n) in enumerate(missing):
+                if model is None or self._is_left_out(source, measure, n):
+                    continue
+                if isinstance(measure, Asking):
+                    self._attempt(model, source, measure, n, partial(self._answer_part, model, source, measure, n, i))
+                elif owners[i] == self.ranks.rank:
+                    self._measure(model, source, measure, n)
+            del model
+        self._join()
+
+    def _answer_part(self, model: Any, source: Source, measure: Asking, n: int, number: int) -> None:
+        parts = groups(unanswered(measure.questions(n), self._answers[source.name]))
+        measure.answer(model, n, list(itertools.chain.from_iterable(self.ranks.mine(parts, number))))
+
+    def _join(self) -> None:
+        """Read what all processes found, and what they left out."""
+        everyone = self.ranks.meet((self.left_out, self.failed))
+        found = {(each.who, each.name, each.length): each for left_out, _ in reversed(everyone) for each in left_out}
+        self.left_out, self.failed = list(found.values()), any(failed for _, failed in everyone)
+        self.journal.read()
+        # Nobody writes before all have read: they divide what is left in the same way.
+        self.ranks.meet()
+
     def ask(self, evaluator: Source) -> None:
         """Let the evaluator answer what measures ask it about each length, or read what it answered before."""
+        if self.ranks.world > 1:
+            self._ask(evaluator, self.ranks)
+            self._join()
+        self._ask(evaluator)
+
+    def _ask(self, evaluator: Source, ranks: Ranks | None = None) -> None:
         model = None
         for measure in self._prepared[evaluator.name]:
             if not measure.needs_evaluator:
                 continue
             answers: dict[int, Any] = {}
-            for n in measure.pieces():
+            for number, n in enumerate(measure.pieces()):
+                if (ranks and not ranks.mine([n], number)) or self._is_left_out(None, measure, n):
+                    continue
                 key = self._key(evaluator, measure, n, "answer")
                 kept = self.journal.get(key)
                 if kept:
@@ -130,18 +209,17 @@ class Session:
                 try:
                     if model is None:
                         print(f"{measure.name}: asking {evaluator.name}", flush=True)
-                        model = load(evaluator, self.dtype, self.device)
+                        model = self._open(evaluator)
                     answers[n] = measure.ask(model, n)
                 except Exception as error:
                     reason = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
-                    self._leave_out(None, measure.name, n, reason)
-                    if isinstance(error, TooLittleMemory):
-                        # Longer ones need more.
-                        break
+                    # Longer ones need more.
+                    self._leave_out(None, measure.name, n, reason, isinstance(error, TooLittleMemory))
                     continue
                 self._keep(key, evaluator, measure, n, answers[n])
-            for prepared in self._prepared.values():
-                next(each for each in prepared if each.name == measure.name).answers = answers
+            for prepared in itertools.chain.from_iterable(self._prepared.values()):
+                if prepared.name == measure.name:
+                    prepared.answers = answers
 
     def results(self, source: Source) -> Iterator[ModelResult]:
         """Yield the model's results after each measure, more of them each time."""
@@ -158,10 +236,14 @@ class Session:
 
     def notes(self, source: Source) -> list[str]:
         """Return what was left out and what cannot be compared, for the report."""
-        notes = [
-            f"{name}{f' at {n}' if n else ''} was left out: {reason}"
-            for who, name, n, reason in self.left_out
-            if who in (None, source.name)
+        notes = source.notes_of(self._answers[source.name]) if isinstance(source, ServedSource) else []
+        logits = [measure.name for measure in self.measures if not measure.on_a_server]
+        if isinstance(source, ServedSource) and logits:
+            notes.append(f"{', '.join(logits)} cannot be measured: servers do not return logits")
+        notes += [
+            f"{each.name}{f' at {each.length}' if each.length else ''} was left out: {each.reason}"
+            for each in self.left_out
+            if each.who in (None, source.name)
         ]
         first = next(iter(self._tokens))
         if self._tokens[source.name] != self._tokens[first]:
@@ -172,28 +254,36 @@ class Session:
         return notes
 
     def _parts(self, model: Any, source: Source, measure: Measure) -> Iterator[Result]:
-        full = model is None
         for n in measure.pieces():
-            key = self._key(source, measure, n)
-            kept = _readable(self.journal.get(key))
-            if kept is not None:
-                yield kept
-            if kept is not None or full:
-                continue
-            try:
-                # Before long prompts are made that no memory could read.
-                tokens_at_once(model, measure.work(n).length)
-                part = measure.run(model, n)
-            except Exception as error:
-                # Too little memory, data of lm-eval that is missing, positions that end before n, …: the rest goes on.
-                self._leave_out(source.name, measure.name, n, _foreseen(error, source, n))
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                # Longer ones need more memory.
-                full = isinstance(error, TooLittleMemory)
-                continue
-            self._keep(key, source, measure, n, part.to_dict())
-            yield part
+            found = _readable(self.journal.get(self._key(source, measure, n)))
+            if found is None and model is not None and not self._is_left_out(source, measure, n):
+                found = self._measure(model, source, measure, n)
+            if found is not None:
+                yield found
+
+    def _measure(self, model: Any, source: Source, measure: Measure, n: int) -> Result | None:
+        """Measure one length and keep the result; None if it is left out."""
+        part: Result | None = self._attempt(model, source, measure, n, partial(measure.run, model, n))
+        if part is not None:
+            self._keep(self._key(source, measure, n), source, measure, n, part.to_dict())
+        return part
+
+    def _attempt(self, model: Any, source: Source, measure: Measure, n: int, run: Callable[[], Any]) -> Any:
+        """Return what `run` returns; None if it fails, which leaves this length out."""
+        try:
+            # Before long prompts are made that no memory could read.
+            require_fits(model, measure.work(n).length)
+            return run()
+        except Exception as error:
+            # Too little memory, data of lm-eval that is missing, positions that end before n, …: the rest goes on.
+            # Longer ones need more memory, and a lost server answers nothing.
+            longer = isinstance(error, TooLittleMemory | ServerGoneError)
+            self._leave_out(source.name, measure.name, n, _foreseen(error, source, n), longer)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if isinstance(error, ServerGoneError) and self._alone:
+                raise
+            return None
 
     def _load(self, source: Source) -> Any:
         """Return the model, or None if nothing is missing or it does not run."""
@@ -202,8 +292,8 @@ class Session:
             print("  nothing is missing", flush=True)
             return None
         try:
-            model = load(source, self.dtype, self.device)
-            print(self._forecast(model, missing, source.path), flush=True)
+            model = self._open(source)
+            print(self._forecast(model, missing, source), flush=True)
             return model
         except PoSEError as error:
             if self._alone:
@@ -212,11 +302,23 @@ class Session:
             self._leave_out(source.name, ", ".join(dict.fromkeys(measure.name for measure, _ in missing)), 0, error)
             return None
 
-    def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError) -> None:
+    def _open(self, source: Source) -> Any:
+        return source.model if isinstance(source, ServedSource) else load(source, self.dtype, self.device)
+
+    def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError, longer: bool = False) -> None:
         print(f"  {name}{f' at {n}' if n else ''} is left out: {error}", flush=True)
         self.failed |= not (self.where_possible and isinstance(error, TooLittleMemory))
-        longer = "; longer ones were not tried" if n and isinstance(error, TooLittleMemory) else ""
-        self.left_out.append((who, name, n, f"{error}{longer}"))
+        more = "; longer ones were not tried" if longer else ""
+        self.left_out.append(LeftOut(who, name, n, f"{error}{more}", longer))
+
+    def _is_left_out(self, source: Source | None, measure: Measure, n: int) -> bool:
+        who = source and source.name
+        return any(
+            each.who == who
+            and measure.name in each.name.split(", ")
+            and (each.length in (0, n) or (each.longer and n > each.length))
+            for each in self.left_out
+        )
 
     def _missing(self, source: Source) -> list[tuple[Measure, int]]:
         return [
@@ -224,14 +326,23 @@ class Session:
             for measure in self._prepared[source.name]
             for n in measure.pieces()
             if _readable(self.journal.get(self._key(source, measure, n))) is None
+            and not self._is_left_out(source, measure, n)
         ]
 
     def _key(self, source: Source, measure: Measure, n: int, what: str = "result") -> str:
-        """Return the hash of all that a result depends on; the display name does not count."""
+        """Return the hash of all that a result depends on."""
         return digest({
             "what": what,
             "measure": measure.name,
             "length": n,
+            "model": self._identity(source),
+            "options": measure.depends(),
+            "answer": (measure.answers or {}).get(n) if what == "result" else None,
+        })  # fmt: skip
+
+    def _identity(self, source: Source) -> str:
+        """Return the hash of all that a model's answers depend on; the display name does not count."""
+        return digest({
             "weights": [
                 fingerprints.of_model(source.base), source.revision, fingerprints.of_model(source.path)
             ],
@@ -239,15 +350,15 @@ class Session:
             "dtype": self.dtype,
             # Another version may ask otherwise.
             "version": __version__,
-            "options": measure.depends(),
-            "answer": (measure.answers or {}).get(n) if what == "result" else None,
         })  # fmt: skip
 
     def _keep(self, key: str, source: Source, measure: Measure, n: int, result: Any) -> None:
         with writing(self.output):
             self.journal.add(key, name=source.name, measure=measure.name, length=n, version=__version__, result=result)
 
-    def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], path: str) -> str:
+    def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], source: Source) -> str:
+        if isinstance(model, ServedModel):
+            return cost(model, missing, self._answers[source.name])
         try:
             batch_size = self.measures[0].batch_size
             return forecast(model, [(measure.name, measure.work(n)) for measure, n in missing], batch_size)
@@ -256,7 +367,8 @@ class Session:
         except Exception as error:
             text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PoSEError(
-                f"{path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or --dtype"
+                f"{source.path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or "
+                "--dtype"
             ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from pose_plugin.synthesize.clean import tidy
+from pose_plugin.utils.clean import tidy
 
 
 class UnusableError(Exception):

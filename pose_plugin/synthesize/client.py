@@ -16,6 +16,7 @@ from pose_plugin.synthesize.paid import Answer, Answers, Ledger
 from pose_plugin.synthesize.server import FaultError, RefusedError, Server, StopError
 from pose_plugin.synthesize.settings import TRIES, Settings
 from pose_plugin.utils.journal import digest
+from pose_plugin.utils.server import Pace
 
 Value = TypeVar("Value")
 
@@ -192,29 +193,6 @@ class Client:
             return self._answers.add(answer)
         finally:
             self._ledger.settle(reserved, *used, estimate=request.tokens if used[0] else 0)
-
-
-class Pace:
-    """Spaces requests evenly under a limit of requests and tokens per minute; 0 is no limit.
-
-    Servers that count by the second would refuse a burst at the start of each minute.
-    """
-
-    def __init__(self, requests_per_minute: float = 0, tokens_per_minute: float = 0) -> None:
-        self._per_request = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._per_token = 60 / tokens_per_minute if tokens_per_minute else 0.0
-        self._free = 0.0
-
-    def delay(self, now: float, tokens: int) -> float:
-        """Reserve the next start. Returns the seconds until then.
-
-        Args:
-            now: seconds of a monotonic clock.
-            tokens: of the prompt and its longest answer.
-        """
-        start = max(now, self._free)
-        self._free = start + max(self._per_request, tokens * self._per_token)
-        return start - now
 
 
 def _kind(reason: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from pose_plugin._version import __version__
 from pose_plugin.synthesize import prompts
-from pose_plugin.synthesize.clean import Cleaner, secrets_of
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.documents import file_hash
 from pose_plugin.synthesize.estimate import Plan
@@ -34,6 +33,7 @@ from pose_plugin.synthesize.server import Server, StopError
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, check_address
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
+from pose_plugin.utils.clean import Cleaner, secrets_of
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import write_json
 from pose_plugin.utils.log import log

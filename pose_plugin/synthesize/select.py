@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pose_plugin.synthesize.clean import tidy
 from pose_plugin.synthesize.documents import (
     ENDINGS,
     Copies,
@@ -23,6 +22,7 @@ from pose_plugin.synthesize.documents import (
 from pose_plugin.synthesize.output import MarkerSplitter
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
+from pose_plugin.utils.clean import tidy
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import printable
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pose_plugin.synthesize.clean import Cleaner, without_password
 from pose_plugin.synthesize.settings import FORMATS, Settings
+from pose_plugin.utils.clean import Cleaner, without_password
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.server import TOO_LONG
 
 # Seconds to connect. A machine that does not exist often does not refuse the connection either.
 CONNECT = 30.0
-# What servers say of a prompt and an answer that are longer than their context, and what to do about it.
-_TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
+# What to do about a prompt and an answer that are longer than the server's context.
 SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
 # More tokens than any request has.
 MOST_TOKENS = 10**9
@@ -238,7 +238,7 @@ class Server:
         if status == 403:
             # It may refuse this text only, so the run goes on.
             return RefusedError(f"{said}; check the key, or whether the server rejects this text")
-        return RefusedError(f"{said}; {SHORTER}" if status == 413 or _TOO_LONG.search(said) else said)
+        return RefusedError(f"{said}; {SHORTER}" if status == 413 or TOO_LONG.search(said) else said)
 
 
 def _completion(body: bytes) -> dict[str, Any] | None:

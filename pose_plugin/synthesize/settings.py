@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from pose_plugin.synthesize.clean import without_password
+from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import LONGEST, length_or_same
 

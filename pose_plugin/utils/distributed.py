@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import itertools
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +21,28 @@ def gather(value: Any) -> list[Any]:
         return [value]
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def meet(value: Any) -> list[Any]:
+    """Return the value of every launched process in rank order, and wait for them as long as it takes.
+
+    It works through the store in which the processes of a launch find each other. A process group would end after a
+    while in which one rank has nothing to do, and code that looks for one would take the ranks for ranks in step.
+    """
+    store, rank, world = _store()
+    turn = next(_turns)
+    store.set(f"pose_plugin/{turn}/{rank}", pickle.dumps(value))
+    return [pickle.loads(store.get(f"pose_plugin/{turn}/{each}")) for each in range(world)]
+
+
+_turns = itertools.count()
+
+
+@functools.cache
+def _store() -> tuple[Any, int, int]:
+    """Return the store of the launch, the rank and the number of processes."""
+    found: tuple[Any, int, int] = next(torch.distributed.rendezvous("env://", timeout=datetime.timedelta(days=30)))
     return found
 
 

@@ -95,6 +95,10 @@ class Journal:
             self._file.close()
             self._file = None
 
+    def read(self) -> None:
+        """Read the rows again, with those that other processes have added."""
+        self._read()
+
     def _read(self) -> None:
         self.rows, self.damaged = {}, 0
         # By bytes: text files also break lines at characters that a row may contain, such as U+2028.

@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, MistralConfig, MistralForCausalLM
 
+from pose_plugin.evaluation import generation
+from pose_plugin.evaluation.generation import cached
 from pose_plugin.evaluation.measures import haystack as code
-from pose_plugin.evaluation.measures.haystack import Haystack, Wording, build, cached, filled, haystack
+from pose_plugin.evaluation.measures.haystack import Haystack, Wording, build, filled, haystack
 from pose_plugin.evaluation.prompts import token_ids
 from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant
@@ -77,16 +79,16 @@ def test_asking_on_the_cache_is_asking_alone(tokenizer, model, built, chunk, kin
             for _ in range(5):
                 ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
             alone.append(ids[0, -5:].tolist())
-        cache = cached(model, text, chunk)
+        cache = cached(model, text.ids, chunk)
         cache.__class__ = kind
         before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
         forwards = []
         hook = model.register_forward_pre_hook(lambda *given: forwards.append(1))
-        assert code.answer(model, cache, questions, 5) == alone
+        assert generation.answer(model, cache, questions, 5) == alone
         # All questions in the same forwards, or each in its own.
         assert len(forwards) == (5 if kind is DynamicCache else 15)
         hook.remove()
-        assert code.answer(model, cache, questions[2:], 5) == alone[2:]
+        assert generation.answer(model, cache, questions[2:], 5) == alone[2:]
     assert cache.get_seq_length() == 400
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
@@ -100,7 +102,7 @@ def test_a_model_with_a_sliding_window_is_asked_alone():
     model = MistralForCausalLM(config).eval()
     text, questions = code.FactText([i % 50 for i in range(30)], ()), [[3, 4], [5]]
     with torch.no_grad():
-        found = code.answer(model, cached(model, text), questions, 4)
+        found = generation.answer(model, cached(model, text.ids), questions, 4)
         for question, ids in zip(questions, found, strict=True):
             whole = torch.tensor([[*text.ids, *question]])
             settings = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
@@ -110,7 +112,7 @@ def test_a_model_with_a_sliding_window_is_asked_alone():
 
 def test_a_question_sees_the_text_and_itself():
     owners = torch.tensor([0, 0, 1, 0, 1])
-    mask = code._apart(owners, 2, 3, torch.float32)
+    mask = generation._apart(owners, 2, 3, torch.float32)
     assert (mask == 0).int().tolist() == [[[[1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0, 1]]]]
 
 

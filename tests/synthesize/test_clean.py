@@ -7,7 +7,7 @@ import os
 import pytest
 
 from pose_plugin.cli.main import main
-from pose_plugin.synthesize.clean import Cleaner, secrets_of
+from pose_plugin.utils.clean import Cleaner, secrets_of
 from tests.synthesize import proxy as proxies
 from tests.synthesize.material import story
 from tests.synthesize.proxy import CHANGES, faulty

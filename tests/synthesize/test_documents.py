@@ -10,13 +10,13 @@ import re
 import pytest
 
 from pose_plugin.cli.main import main
-from pose_plugin.synthesize.clean import tidy
 from pose_plugin.synthesize.client import GivenUpError
 from pose_plugin.synthesize.documents import Copies, find_files, pieces, read, sketch, spread
 from pose_plugin.synthesize.output import MarkerSplitter, described_settings
 from pose_plugin.synthesize.select import assign, collect
 from pose_plugin.synthesize.settings import parse_settings
 from pose_plugin.synthesize.tasks import single
+from pose_plugin.utils.clean import tidy
 from pose_plugin.utils.errors import PoSEError
 from tests.synthesize.material import byte_tokenizer, story
 from tests.synthesize.runs import arguments, lines, manifest

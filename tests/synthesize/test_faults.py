@@ -11,8 +11,8 @@ import pytest
 from pose_plugin.cli.main import main
 from pose_plugin.synthesize import server as servers
 from pose_plugin.synthesize.answers import Questions
-from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.settings import Settings
+from pose_plugin.utils.clean import Cleaner
 from tests.forked import LIMIT
 from tests.synthesize.listening import held_port
 from tests.synthesize.proxy import REFUSALS, faulty

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import pytest
 
 from pose_plugin.cli.main import main
-from pose_plugin.synthesize.clean import Cleaner
 from pose_plugin.synthesize.client import Client
 from pose_plugin.synthesize.paid import Answers
+from pose_plugin.utils.clean import Cleaner
 from tests.forked import LIMIT, forked
 from tests.kill import files, survives
 from tests.synthesize.material import story

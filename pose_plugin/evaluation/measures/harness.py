@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, StrictInt
 
 from pose_plugin.config import PositiveInt
+from pose_plugin.evaluation.asking import Answers, unanswered
 from pose_plugin.evaluation.fingerprints import of_folder
 from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.results import Result, Row, Work
@@ -39,6 +42,7 @@ class Harness(Measure):
     title: ClassVar[str] = "lm-eval"
     label: ClassVar[str] = "score"
     higher_is_better: ClassVar[bool] = True
+    on_a_server: ClassVar[bool] = True
     while_training: ClassVar[bool] = False
     chosen_by: ClassVar[str] = "harness"
     ranked: ClassVar[bool] = False
@@ -64,11 +68,17 @@ class Harness(Measure):
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
+        from pose_plugin.evaluation.served import ServedModel
+
         folder = self._tokenizer.name_or_path
         metadata = {"max_seq_lengths": self._lengths, "tokenizer": folder, "pretrained": folder}
-        wrapped = HFLM(
-            pretrained=model, tokenizer=self._tokenizer, batch_size=self.batch_size or 1, max_length=allowed(length)
-        )
+        wrapped: Any
+        if isinstance(model, ServedModel):
+            wrapped = served(model, self._tokenizer, self._kept or Answers())
+        else:
+            wrapped = HFLM(
+                pretrained=model, tokenizer=self._tokenizer, batch_size=self.batch_size or 1, max_length=allowed(length)
+            )
         counter = _PromptCounter(wrapped, allowed(length))
         defaults = not _own_tasks_only(self.harness, self.harness_path)
         manager = TaskManager(include_path=self.harness_path, include_defaults=defaults, metadata=metadata)
@@ -110,6 +120,53 @@ class Harness(Measure):
     @classmethod
     def place(cls, row: Row) -> tuple[str, str]:
         return cls.title, f"{row.kind} {row.length or ''}".strip()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt of lm-eval; `stop` are texts that end the answer."""
+
+    ids: list[int]
+    budget: int
+    stop: tuple[str, ...]
+    shared: int = 0
+
+
+def served(model: Any, tokenizer: Any, kept: Answers) -> Any:
+    """Return a served model as lm-eval takes it.
+
+    Args:
+        model: a `ServedModel`.
+        tokenizer: its tokenizer.
+        kept: its answers so far; new ones are kept there.
+    """
+    from lm_eval.api.model import LM
+
+    class ServedLM(LM):
+        max_gen_toks = 256
+
+        def tok_encode(self, text: str) -> list[int]:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            asked = [self._question(*request.args) for request in requests]
+            model.answer(unanswered(asked, kept), kept.keep)
+            return [re.split("|".join(map(re.escape, each.stop)) or "$^", kept.get(each) or "")[0] for each in asked]
+
+        def _question(self, text: str, options: dict[str, Any]) -> Continuation:
+            until = options.get("until") or []
+            stop = (until,) if isinstance(until, str) else tuple(until)
+            return Continuation(self.tok_encode(text), int(options.get("max_gen_toks", self.max_gen_toks)), stop)
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            raise PoSEError(
+                "the task compares log-probabilities, which most servers do not return for a prompt; measure the "
+                "folder as MODEL without --url, or choose tasks that generate"
+            )
+
+        loglikelihood_rolling = loglikelihood
+
+    return ServedLM()
 
 
 def allowed(length: int) -> int:

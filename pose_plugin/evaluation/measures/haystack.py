@@ -6,29 +6,26 @@
 Reading 32,768 tokens takes minutes on a CPU, and answering a question takes seconds. So forty facts cost little more
 than one, and the distance from a fact to the end of the text says how far back the model can look.
 
-`build` is pure, `cached` and `answer` run a model, `score` and `band` are pure.
+`build`, `score` and `band` are pure. The cache is that of `evaluation/generation.py`, or a server's own prefix cache.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, StrictInt
 
 from pose_plugin.config import PositiveInt
-from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.asking import Asking
+from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import leading_ids, random_key, require_room, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
-
-if TYPE_CHECKING:
-    import torch
 
 TOKENS_PER_FACT = 200
 """Short texts hold fewer facts, so that most of a haystack is text."""
@@ -95,6 +92,28 @@ class FactText:
 
 
 @dataclass(frozen=True)
+class FactQuestion:
+    """The question for one fact of a text; `asked` are its token ids."""
+
+    text: FactText
+    fact: Fact
+    asked: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.text.ids, *self.asked]
+
+    @property
+    def budget(self) -> int:
+        # One token per digit is the most that a tokenizer takes; a space and a line break may be before them.
+        return len(self.fact.key) + 2
+
+    @property
+    def shared(self) -> int:
+        return len(self.text.ids)
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a model answered to one question; `found` is whether it gave the key."""
 
@@ -116,7 +135,7 @@ def haystack(model: Any, tokenizer: Any, texts: str | Sequence[Any], lengths: Se
     return Haystack(texts=texts, **options).measure(model, tokenizer, lengths)
 
 
-class Haystack(Measure):
+class Haystack(Asking):
     """Facts in real texts, each asked for alone on the cache of its text.
 
     Every text makes one haystack of each length. A text that is too short goes on with the next ones, then with itself.
@@ -129,7 +148,6 @@ class Haystack(Measure):
     title: ClassVar[str] = "Haystack of {kind} tokens: facts found, by largest distance to the end"
     label: ClassVar[str] = "facts found"
     x_label: ClassVar[str] = "distance to the end (tokens)"
-    higher_is_better: ClassVar[bool] = True
     needs_texts: ClassVar[bool] = True
 
     facts: PositiveInt = Field(
@@ -155,28 +173,20 @@ class Haystack(Measure):
         # Questions and answers are read token by token, more or less.
         return Work(length, len(self.texts), steps=self._count(length) * self._tail)
 
-    def run(self, model: Any, length: int) -> Result:
-        from pose_plugin.evaluation.memory import in_batches
-        from pose_plugin.evaluation.model import evaluating, progress_bar
-
+    def questions(self, length: int) -> list[FactQuestion]:
         texts = [self._build(length, number) for number in range(len(self._documents))]
+        return [FactQuestion(text, fact, self._question(fact.name)) for text in texts for fact in text.facts]
+
+    def judge(self, length: int, questions: Sequence[FactQuestion], answers: Sequence[str]) -> Result:
         edges = [0, *(length >> shift for shift in (4, 3, 2, 1, 0))]
-        with evaluating(model), progress_bar(f"{self.name} {length}", len(texts), "text", self.progress) as bar:
-
-            def run(batch: Sequence[FactText], chunk: int | None) -> list[list[Answer]]:
-                (text,) = batch
-                found = ask(model, self._tokenizer, cached(model, text, chunk), text.facts, self.wording.question)
-                bar.update()
-                return [found]
-
-            answers: list[list[Answer]] = in_batches(model, texts, length, run, 1)
         rows = []
-        for each in itertools.chain.from_iterable(answers):
-            details = {"name": each.name, "expected": each.key, "answer": each.answer}
-            far = band(each.distance, edges)[1]
-            rows.append(Row(far, float(each.found), kind=str(length), distance=each.distance, details=details))
+        for question, answer in zip(questions, answers, strict=True):
+            fact, found = question.fact, score(answer, question.fact.key)
+            details = {"name": fact.name, "expected": fact.key, "answer": answer}
+            far = band(fact.distance, edges)[1]
+            rows.append(Row(far, float(found), kind=str(length), distance=fact.distance, details=details))
         rows.sort(key=lambda row: row.length)
-        example = self._tokenizer.decode([*texts[0].ids, *self._question(texts[0].facts[0].name)])
+        example = self._tokenizer.decode(questions[0].ids)
         return Result(self.name, self._definition(), tuple(rows), {str(length): example})
 
     def _count(self, length: int) -> int:
@@ -267,21 +277,6 @@ def filled(template: str, name: str, key: str = "") -> str:
     return template.replace("{name}", name).replace("{key}", key)
 
 
-def cached(model: Any, text: FactText, chunk: int | None = None) -> Any:
-    """Read a text into a key-value cache and return the cache.
-
-    Args:
-        model: a causal language model.
-        text: as `build` returns it.
-        chunk: tokens read at a time; None: all at once, which took a third less time on a CPU and takes more memory.
-    """
-    import torch
-
-    from pose_plugin.evaluation.model import device_of, prefill
-
-    return prefill(model, torch.tensor([text.ids], device=device_of(model)), chunk)[1]
-
-
 def ask(model: Any, tokenizer: Any, cache: Any, facts: Sequence[Fact], question: str) -> list[Answer]:
     """Ask for each fact alone on the cache of its text.
 
@@ -295,6 +290,8 @@ def ask(model: Any, tokenizer: Any, cache: Any, facts: Sequence[Fact], question:
     Returns:
         one answer per fact, in order.
     """
+    from pose_plugin.evaluation.generation import answer
+
     asked = [token_ids(tokenizer, filled(question, fact.name)) for fact in facts]
     # One token per digit is the most that a tokenizer takes; a space and a line break may be before them.
     written = answer(model, cache, asked, max(len(fact.key) for fact in facts) + 2)
@@ -303,92 +300,6 @@ def ask(model: Any, tokenizer: Any, cache: Any, facts: Sequence[Fact], question:
         Answer(fact.name, fact.key, fact.distance, text, score(text, fact.key))
         for fact, text in zip(facts, texts, strict=True)
     ]
-
-
-def answer(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Answer questions greedily behind a cached text, each as if alone, and leave the cache as it was.
-
-    Args:
-        model: a causal language model.
-        cache: of one text, as `cached` returns it.
-        questions: token ids of each.
-        budget: tokens to decode.
-
-    Returns:
-        `budget` token ids per question.
-    """
-    import torch
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    from pose_plugin.evaluation.model import device_of, greedy
-    from pose_plugin.utils.models import unwrap
-
-    attention = getattr(unwrap(model).config, "_attn_implementation", None)
-    # Other kernels take no mask, and a cache of another kind (sliding window, Beacon) forgets or condenses tokens.
-    if (
-        type(cache) is DynamicCache
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
-        and attention in ("sdpa", "eager")
-    ):
-        return _together(model, cache, questions, budget)
-    ids = [torch.tensor([question], device=device_of(model)) for question in questions]
-    return [greedy(model, each, budget, cache=copy.deepcopy(cache))[0].tolist() for each in ids]
-
-
-def _together(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Answer all questions in the same forwards.
-
-    A mask keeps them apart, and each starts at the position behind the text. With two questions of two and one tokens,
-    the second one sees these keys:
-
-        text text text | q0 q0 q1 | a0 a1 | a0 a1
-         x    x    x           x        x       x
-    """
-    import torch
-
-    from pose_plugin.evaluation.model import device_of, keeping, read
-
-    device, length = device_of(model), cache.get_seq_length()
-    ids = torch.tensor([token for question in questions for token in question], device=device)
-    owners = torch.tensor([number for number, question in enumerate(questions) for _ in question], device=device)
-    places = torch.tensor([length + i for question in questions for i in range(len(question))], device=device)
-    last = torch.tensor([len(question) for question in questions], device=device).cumsum(0) - 1
-    known, written = owners[:0], []
-    try:
-        for _ in range(budget):
-            known = torch.cat([known, owners])
-            fed = {"position_ids": places[None], "attention_mask": _apart(known, len(ids), length, model.dtype)}
-            with keeping(model, last) as extra:
-                logits, cache = read(model, ids[None], cache, **fed, **extra)
-            ids, places = logits[0].argmax(-1), places[last] + 1
-            owners = last = torch.arange(len(questions), device=device)
-            written.append(ids)
-    finally:
-        added = cache.get_seq_length() - length
-        if added:
-            cache.crop(-added)
-    return torch.stack(written, 1).tolist()
-
-
-def _apart(owners: torch.Tensor, new: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask of the `new` last tokens: all of the text, and of the rest what is earlier and of the same owner.
-
-    Args:
-        owners: the question that each token behind the text belongs to, shape (tokens,).
-        new: how many tokens are fed.
-        length: tokens of the text.
-        dtype: of the model.
-
-    Returns:
-        (1, 1, new, length + tokens); 0 where a key is seen, else the smallest number.
-    """
-    import torch
-
-    order = torch.arange(len(owners), device=owners.device)
-    seen = (owners[-new:, None] == owners) & (order[-new:, None] >= order)
-    seen = torch.cat([seen.new_ones(new, length), seen], 1)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
 
 def score(text: str, key: str) -> bool:
