@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from pose_plugin.evaluation.asking import Question, groups
 from pose_plugin.evaluation.memory import in_batches
 from pose_plugin.evaluation.model import device_of, evaluating, greedy, keeping, prefill, read
+from pose_plugin.evaluation.questions import Question, groups
 from pose_plugin.utils.models import unwrap
 
 

@@ -143,7 +143,7 @@ class Measure(BaseModel):
         Raises:
             PoSEError: what `prepare` raises; a length that does not fit in memory.
         """
-        from pose_plugin.evaluation.served import require_fits
+        from pose_plugin.evaluation.memory import require_fits
 
         self.prepare(tokenizer, lengths)
         for length in self.pieces():

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from pose_plugin.evaluation.model import device_of, evaluating, prefill
+from pose_plugin.evaluation.questions import Answerer
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.distributed import gather
@@ -240,3 +241,11 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 1 else "a second"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def require_fits(model: Any, length: int) -> None:
+    """Raise TooLittleMemory if a length does not fit in memory, or in the context that a server states."""
+    if isinstance(model, Answerer):
+        model.require_fits(length)
+    else:
+        tokens_at_once(model, length)

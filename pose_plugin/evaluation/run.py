@@ -15,13 +15,14 @@ import torch
 from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
 from pose_plugin.evaluation import fingerprints
-from pose_plugin.evaluation.asking import Answers, Asking, groups, unanswered
+from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens, tokens_of
-from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_room
+from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_fits, require_room
 from pose_plugin.evaluation.model import device_of
+from pose_plugin.evaluation.questions import Answers, groups, unanswered
 from pose_plugin.evaluation.ranks import Ranks
 from pose_plugin.evaluation.results import ModelResult, Result, joined
-from pose_plugin.evaluation.served import ServedModel, ServedSource, cost, require_fits
+from pose_plugin.evaluation.served import ServedModel, ServedSource, cost
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log

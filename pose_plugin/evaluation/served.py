@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pose_plugin.checkpoints.load import Source
-from pose_plugin.evaluation.asking import Answers, Asking, Question, groups, unanswered
+from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.prompts import leading_ids, plain_tokenizer
+from pose_plugin.evaluation.questions import Answerer, Answers, Question, groups, unanswered
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.server import FailedError, Pace, RefusedError, Reply, Server, ServerGoneError, TooLongError
 
@@ -30,7 +31,7 @@ LEAST_READ = 0.9
 """A server that reads a smaller share of a prompt has cut it. Text takes a few tokens more or less than its ids."""
 
 
-class ServedModel:
+class ServedModel(Answerer):
     """Asks a server for answers, several at a time.
 
     Args:
@@ -87,6 +88,16 @@ class ServedModel:
                 self._ask_all(group[:1], keep)
                 self._ask_all(group[1:], keep)
         self._ask_all(single, keep)
+
+    def require_fits(self, length: int) -> None:
+        """Raise TooLittleMemory if a length does not fit in the context that the server states."""
+        from pose_plugin.evaluation.memory import TooLittleMemory
+
+        if self.server.window is not None and length > self.server.window:
+            raise TooLittleMemory(
+                f"length={length} is more than the server's context of {self.server.window} tokens; start it with a "
+                "longer one, or use shorter lengths"
+            )
 
     def _ask_all(self, questions: Sequence[Question], keep: Callable[..., None]) -> None:
         def one(question: Question) -> None:
@@ -228,19 +239,6 @@ def describe_served(like: Source, model: ServedModel, form: str) -> ServedSource
         record=like.record,
         model=model,
     )
-
-
-def require_fits(model: Any, length: int) -> None:
-    """Raise TooLittleMemory if a length does not fit in memory, or in the context that a server states."""
-    from pose_plugin.evaluation.memory import TooLittleMemory, tokens_at_once
-
-    if not isinstance(model, ServedModel):
-        tokens_at_once(model, length)
-    elif model.server.window is not None and length > model.server.window:
-        raise TooLittleMemory(
-            f"length={length} is more than the server's context of {model.server.window} tokens; start it with a "
-            "longer one, or use shorter lengths"
-        )
 
 
 def cost(model: ServedModel, missing: Iterable[tuple[Measure, int]], kept: Answers) -> str:

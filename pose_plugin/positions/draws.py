@@ -47,7 +47,7 @@ class Draws:
         """
         # The fastest checksum, as a longer hash of the tokens takes as long as all the rest. Two documents in 2³² have
         # the same one and get the same numbers, which does no harm. Four bytes hold the ids of every vocabulary.
-        return cls(seed, epoch, zlib.crc32(np.ascontiguousarray(int_array(tokens), dtype="<i4")))
+        return cls(seed, epoch, zlib.crc32(np.ascontiguousarray(int_array(tokens), dtype="<i4").data))
 
     def _bits(self) -> int:
         """Return 64 random bits."""

@@ -18,7 +18,7 @@ TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
 # Rank 1 dies after two answers, as a process does that the system kills for its memory.
 DIES = """
 import os, sys
-from pose_plugin.evaluation.asking import Answers
+from pose_plugin.evaluation.questions import Answers
 keep, kept = Answers.keep, []
 def dying(self, *given, **more):
     keep(self, *given, **more)

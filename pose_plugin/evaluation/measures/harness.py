@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from pydantic import Field, StrictInt
 
 from pose_plugin.config import PositiveInt
-from pose_plugin.evaluation.asking import Answers, unanswered
 from pose_plugin.evaluation.fingerprints import of_folder
 from pose_plugin.evaluation.measure import Measure, Windows
+from pose_plugin.evaluation.questions import Answers, unanswered
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 

@@ -113,8 +113,8 @@ class Ruler(Retrieval):
         steps = round(fmean(TASKS[task].budget for task in self.ruler_tasks))
         return Work(length, self.trials * len(self.ruler_tasks), steps)
 
-    def run(self, model: Any, length: int) -> Result:
-        result = super().run(model, length)
+    def judge(self, length: int, questions: Sequence[Prompt], answers: Sequence[str]) -> Result:
+        result = super().judge(length, questions, answers)
         rows = list(result.rows)
         by_task = {task: [row.score for row in rows if row.kind == task] for task in self.ruler_tasks}
         samples = tuple(score for scores in by_task.values() for score in scores)
