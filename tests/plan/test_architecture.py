@@ -94,7 +94,7 @@ def test_an_unknown_model_type_counts_as_a_llama():
 def test_convolutions_of_linear_attention_are_no_experts():
     from transformers import CONFIG_MAPPING
 
-    from tests.test_families import QWEN35
+    from tests.test_families import QWEN35, SMALL
 
-    found = architecture(CONFIG_MAPPING["qwen3_5"](text_config=dict(QWEN35)))
-    assert (found.experts, found.intermediate) == (0, QWEN35["intermediate_size"])
+    found = architecture(CONFIG_MAPPING["qwen3_5"](text_config={**SMALL, **QWEN35}))
+    assert (found.experts, found.intermediate) == (0, SMALL["intermediate_size"])
