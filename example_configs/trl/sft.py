@@ -13,7 +13,7 @@
         --train-length 4096 --steps 1000 --batch-size 1 --lora
 
 Hardware: a CPU and a few minutes for the tiny base, a GPU of 8 GB for Qwen3-0.6B with --lora.
-Results: with the tiny base, the table of README.md; measure your own model with `pose-plugin evaluate`.
+Results: with the tiny base, the table of docs/quickstart.md; measure your own model with `pose-plugin evaluate`.
 
 Only the two calls marked (1) and (2) differ from an ordinary SFTTrainer script.
 """

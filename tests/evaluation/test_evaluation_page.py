@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import parse_block
+from tests.evaluation.model_server import ModelServer
 from tests.pages import ROOT, blocks, commands
 
 PAGE = ROOT / "docs" / "evaluation.md"
@@ -24,7 +25,10 @@ def folders(tmp_path, tokenizer, make_llama, monkeypatch):
     Path("book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
 
 
-@pytest.mark.parametrize("words", commands("pose-plugin evaluate", [PAGE]), ids=lambda words: " ".join(words)[:60])
+HERE = [words for words in commands("pose-plugin evaluate", [PAGE]) if "--url" not in words]
+
+
+@pytest.mark.parametrize("words", HERE, ids=lambda words: " ".join(words)[:60])
 def test_commands(folders, words, capsys, monkeypatch):
     if "--harness" in words:
         # Minutes of prompts: every argument is accepted, up to a package that is missing.
@@ -44,6 +48,16 @@ def test_commands(folders, words, capsys, monkeypatch):
         assert "Best over all measures" in out and {p.name for p in Path("judged").glob("*.png")} >= {
             "needle_single.png", "needle_multi.png", "needle_kv.png", "passkey.png", "topics.png", "gap.png"
         }  # fmt: skip
+
+
+def test_the_command_for_a_served_model(folders, capsys):
+    pytest.importorskip("openai")
+    (words,) = [words for words in commands("pose-plugin evaluate", [PAGE]) if "--url" in words]
+    model = AutoModelForCausalLM.from_pretrained("outputs/model").eval()
+    with ModelServer(model, AutoTokenizer.from_pretrained("outputs/model")) as server:
+        words = [server.url if word.startswith("http") else word for word in words]
+        assert cli.main([*words[1:], "--trials", "2", "--quiet"]) == 0
+    assert "requests" in capsys.readouterr().out
 
 
 def test_the_blocks_are_valid():

@@ -112,7 +112,7 @@ def solved(task: str, text: str) -> set[str]:
             found |= {new for new, old in pairs if old in found}
         return found
     if task == "cwe":
-        words = re.findall(r"\d+\. (\w+)", text.split("Below is a numbered list")[-1])
+        words = re.findall(r"\d+\. ([\w-]+)", text.split("Below is a numbered list")[-1])
         ranked = Counter(words).most_common()
         assert ranked[9][1] > ranked[10][1]
         return {word for word, _ in ranked[:10]}
@@ -125,7 +125,7 @@ def solved(task: str, text: str) -> set[str]:
     return set(re.findall(rf"numbers for {key} is: (\d+)\.", text))
 
 
-@pytest.mark.parametrize(("length", "example"), [(900, False), (8192, True)])
+@pytest.mark.parametrize(("length", "example"), [(1000, False), (8192, True)])
 def test_examples_are_left_out_of_short_prompts(tokenizer, length, example):
     for task, begin in (("vt", "Memorize and track"), ("cwe", "Below is a numbered list")):
         (prompt,) = prepared(tokenizer, [length], ruler_tasks=[task], trials=1).prompts(length)

@@ -29,7 +29,7 @@ def counted(model, window: int) -> float:
 def test_full_training(window):
     model = make_llama("eager", **SHAPE).train()
     run = Run(window=window, eager=True)
-    assert token_operations(architecture(model.config), run, causal=False) == counted(model, window)
+    assert token_operations(architecture(model.config), run, causal=False) == pytest.approx(counted(model, window), rel=1e-4)
 
 
 def test_an_adapter():
@@ -40,14 +40,14 @@ def test_an_adapter():
     model.enable_input_require_grads()
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
     run = Run("lora", 4, TARGETS, window=48, eager=True)
-    assert token_operations(sizes, run, causal=False) == counted(model, 48)
+    assert token_operations(sizes, run, causal=False) == pytest.approx(counted(model, 48), rel=1e-4)
 
 
 def test_checkpointing_computes_layers_once_more():
     model = make_llama("eager", **SHAPE).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run = Run(window=48, eager=True, checkpointing=True)
-    assert token_operations(architecture(model.config), run, causal=False) == counted(model, 48)
+    assert token_operations(architecture(model.config), run, causal=False) == pytest.approx(counted(model, 48), rel=1e-4)
 
 
 def test_causal_fused_attention():
