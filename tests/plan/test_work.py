@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +16,11 @@ from tests.plan.test_memory import SHAPE
 from tests.plan.test_plan import base, plan_of  # noqa: F401 - a fixture
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def about(operations: float) -> Any:
+    """Versions of torch count the few operations of RoPE's angles differently."""
+    return pytest.approx(operations, rel=1e-4)
 
 
 def counted(model, window: int) -> float:
@@ -29,7 +36,7 @@ def counted(model, window: int) -> float:
 def test_full_training(window):
     model = make_llama("eager", **SHAPE).train()
     run = Run(window=window, eager=True)
-    assert token_operations(architecture(model.config), run, causal=False) == pytest.approx(counted(model, window), rel=1e-4)
+    assert token_operations(architecture(model.config), run, causal=False) == about(counted(model, window))
 
 
 def test_an_adapter():
@@ -40,14 +47,14 @@ def test_an_adapter():
     model.enable_input_require_grads()
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
     run = Run("lora", 4, TARGETS, window=48, eager=True)
-    assert token_operations(sizes, run, causal=False) == pytest.approx(counted(model, 48), rel=1e-4)
+    assert token_operations(sizes, run, causal=False) == about(counted(model, 48))
 
 
 def test_checkpointing_computes_layers_once_more():
     model = make_llama("eager", **SHAPE).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run = Run(window=48, eager=True, checkpointing=True)
-    assert token_operations(architecture(model.config), run, causal=False) == pytest.approx(counted(model, 48), rel=1e-4)
+    assert token_operations(architecture(model.config), run, causal=False) == about(counted(model, 48))
 
 
 def test_causal_fused_attention():
