@@ -167,6 +167,11 @@ class ServedModel(Answerer):
         """
         # verbose=False: no warning about a model_max_length below the sentence.
         ids = list(self.tokenizer(SENTENCE, verbose=False)["input_ids"])
+        short = SENTENCE
+        # A tokenizer of few entries makes many tokens of it, and a tiny model has a short window.
+        while self.server.window and len(ids) > self.server.window // 2 and len(short) > 1:
+            short = short[: len(short) // 2]
+            ids = list(self.tokenizer(short, verbose=False)["input_ids"])
         taken: list[str] = []
         refusals: list[str] = []
         # Text first: ids of another tokenizer mean other words, or none, which some servers do not survive.

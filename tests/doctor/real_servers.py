@@ -90,12 +90,16 @@ def transformers_server(folder: Path):
     """Serve a folder by `transformers serve` in this process, and yield the URL."""
     from transformers.cli.serve import Serve
 
-    port = free_port()
-    serve = Serve(str(folder), device="cpu", host="127.0.0.1", port=port, log_level="error", non_blocking=True)
-    try:
-        while not serve.server.started:
-            assert serve._thread.is_alive()
+    # Another program may take the port before the server does; then the thread ends.
+    for _ in range(5):
+        port = free_port()
+        serve = Serve(str(folder), device="cpu", host="127.0.0.1", port=port, log_level="error", non_blocking=True)
+        while not serve.server.started and serve._thread.is_alive():
             serve._thread.join(0.05)
+        if serve.server.started:
+            break
+    try:
+        assert serve.server.started
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         serve.kill_server()

@@ -16,6 +16,7 @@ from pose_plugin.cli import main as cli
 from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.served import ServedModel
 from pose_plugin.utils.server import Server
+from tests.doctor import real_servers
 from tests.evaluation.model_server import ModelServer
 from tests.evaluation.test_harness import TASK
 from tests.forked import forked
@@ -23,6 +24,7 @@ from tests.forked import forked
 BASE = Path(__file__).parents[2] / "example_configs" / "quickstart" / "base"
 TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
 KEY = "sk-secret-0123456789"
+LLAMA_CPP = real_servers.llama_cpp()
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +245,26 @@ def test_as_a_function(serve, model, tokenizer):
         served = ServedModel(Server(server.url), tokenizer, concurrency=1)
         found = passkey(served, tokenizer, [300], trials=3, progress=False)
     assert found == passkey(model, tokenizer, [300], trials=3, progress=False)
+
+
+def same_answers_as_here(url, output, *words):
+    code = run(BASE, "--url", url, "--like", BASE, "--tasks", "passkey", "--lengths", "100,128", "--trials", 20,
+               "--output", output, *words)  # fmt: skip
+    assert code == 0
+    here, served = models_of(output)
+    assert rows_of(here, "passkey") == rows_of(served, "passkey")
+    assert len(rows_of(here, "passkey")) == 40 and all(score == 1 for score, _ in rows_of(here, "passkey"))
+
+
+@pytest.mark.skipif(LLAMA_CPP is None, reason="llama.cpp is not installed")
+def test_the_server_of_llama_cpp_gives_the_same_answers(tmp_path):
+    program, converter = LLAMA_CPP
+    file = real_servers.to_gguf(converter, BASE, tmp_path / "base.gguf")
+    with real_servers.llama_server(program, file, "-c", "256") as url:
+        same_answers_as_here(url, tmp_path / "out")
+
+
+@pytest.mark.skipif(not real_servers.has_transformers_serve(), reason="transformers serve is not installed")
+def test_transformers_serve_gives_the_same_answers(tmp_path):
+    with real_servers.transformers_server(BASE) as url:
+        same_answers_as_here(url, tmp_path / "out", "--served-model", BASE)
