@@ -12,42 +12,35 @@ writes `position_ids` and what keeps the chunks of a document together:
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 
 from pose_plugin.config import PoSESettings, parse_settings
+from pose_plugin.features import (
+    IGNORED_LABEL,
+    Feature,
+    Packing,
+    arrays,
+    cut,
+    joined,
+    one_document,
+    rows_of,
+    supervised,
+    tokens_of,
+)
 from pose_plugin.positions import Window, draw_windows, make_sampler, plain_window
 from pose_plugin.positions.samplers import BorderFinder
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
-from pose_plugin.utils.arrays import counting, int_array
+from pose_plugin.utils.arrays import counting
 from pose_plugin.utils.errors import PoSEError
 
-Feature = Mapping[str, Any]
 Collate = Callable[..., Mapping[str, Any]]
 DrawWindows = Callable[[Sequence[np.ndarray]], list[Window]]
 
-IGNORED_LABEL = -100
 _MOST_WORKERS = 256
-# TRL's masks of what is in the loss, in rows that its own collator has not turned into labels yet.
-_MASKS = ("assistant_masks", "completion_mask")
-# Bookkeeping columns of the frameworks, which are not model inputs and could not be stacked.
-_DROPPED = ("position_ids", "length", "seq_lengths")
-# Columns with an entry per token in all frameworks; a column of another length could not be cut with the tokens.
-_PER_TOKEN = ("labels", "attention_mask", "token_type_ids", *_MASKS)
-
-
-class Packing(str, Enum):
-    """How a row hands over several documents. `Packing | None`: None if each row is one document."""
-
-    LISTS = "lists"
-    """A list of features, as from Axolotl's multipack sampler."""
-    SEQ_LENGTHS = "seq_lengths"
-    """One feature with the lengths of its documents in a column `seq_lengths`, as from TRL; or a padding-free batch."""
 
 
 class PositionCollator:
@@ -193,7 +186,7 @@ class PositionCollator:
 
     def assemble(self, features: Sequence[Any], draw: DrawWindows) -> dict[str, Any]:
         """Collate with the windows that `draw` returns, for tests and the self-test at startup."""
-        return self._assemble(features, lambda documents: draw([_tokens(each) for each in documents]), (), {})
+        return self._assemble(features, lambda documents: draw([tokens_of(each) for each in documents]), (), {})
 
     def _assemble(
         self, features: Sequence[Any], draw: Callable[[list[Feature]], list[Window]], args: Any, kwargs: Any
@@ -203,25 +196,25 @@ class PositionCollator:
                 "PoSECollator has no target_length yet: give it, or train with a Trainer whose model is from "
                 "extend_context"
             )
-        rows, packing = _rows_of(features)
-        rows = [[_one_document(document) for document in row] for row in rows]
+        rows, packing = rows_of(features)
+        rows = [[one_document(document) for document in row] for row in rows]
         if getattr(self.collate, "reads_arrays", False):
-            rows = [[_arrays(document) for document in row] for row in rows]
+            rows = [[arrays(document) for document in row] for row in rows]
         windows = iter(draw([document for row in rows for document in row]))
         of_rows = [[next(windows) for _ in row] for row in rows]
         inner: list[Any] = [
-            [_cut(document, window) for document, window in zip(row, of_row, strict=True)]
+            [cut(document, window) for document, window in zip(row, of_row, strict=True)]
             for row, of_row in zip(rows, of_rows, strict=True)
         ]
         if packing is Packing.SEQ_LENGTHS:
-            inner = [_joined(row) for row in inner]
+            inner = [joined(row) for row in inner]
         elif packing is None:
             inner = [row[0] for row in inner]
         batch = dict(self.collate(inner, *args, **kwargs))
         return self._finish(batch, of_rows, packing is not None)
 
     def _draw(self, features: list[Feature]) -> list[Window]:
-        documents = [_tokens(feature) for feature in features]
+        documents = [tokens_of(feature) for feature in features]
         if not self.training:
             return [plain_window(len(tokens)) for tokens in documents]
         borders = self.borders(features) if self._sampler.border_finder is not None else None
@@ -236,7 +229,7 @@ class PositionCollator:
             self._find = self._sampler.border_finder(self.tokenizer)
         # Only finders for chats read the labels, so others do not pay for their conversion.
         chats = self._sampler.needs_chats
-        return [self._find(_tokens(feature), supervised(feature) if chats else None) for feature in features]
+        return [self._find(tokens_of(feature), supervised(feature) if chats else None) for feature in features]
 
     def _count(self, windows: list[Window]) -> None:
         info = torch.utils.data.get_worker_info()
@@ -335,175 +328,8 @@ def _from_zero(window: Window) -> Window:
     return window._replace(position_ids=window.position_ids - first) if first else window
 
 
-def _rows_of(features: Sequence[Any]) -> tuple[list[list[Feature]], Packing | None]:
-    """Return each row as the list of its documents, and how rows hand them over.
-
-    Raises:
-        PoSEError: no rows, rows of several kinds, or lengths of documents that do not add up.
-    """
-    kinds = {_packing_of(feature) for feature in features}
-    if not kinds:
-        raise PoSEError("the collator was called with no features")
-    if len(kinds) > 1:
-        names = " and ".join(sorted("single documents" if kind is None else kind.value for kind in kinds))
-        raise PoSEError(f"one batch has rows of several kinds ({names}); give all rows the column seq_lengths, or none")
-    (packing,) = kinds
-    if packing is Packing.LISTS:
-        return [list(pack) for pack in features], packing
-    if packing is Packing.SEQ_LENGTHS:
-        return [_split(feature) for feature in features], packing
-    return [[feature] for feature in features], packing
-
-
-def _packing_of(feature: Any) -> Packing | None:
-    if isinstance(feature, list):
-        return Packing.LISTS
-    return Packing.SEQ_LENGTHS if "seq_lengths" in feature else None
-
-
-def _split(feature: Feature) -> list[Feature]:
-    """Return the documents of a row that TRL packed; `seq_lengths` holds their lengths.
-
-    Raises:
-        PoSEError: the lengths do not add up to the row, so tokens would be lost or positions would run back.
-    """
-    lengths = np.asarray(feature["seq_lengths"])
-    size = len(feature.get("input_ids", ()))
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 1).any() or lengths.sum() != size:
-        raise PoSEError(
-            f"seq_lengths={reprlib.repr(lengths.tolist())} of a row of {size} tokens: give the length of each of "
-            "its documents, whole numbers of at least 1 that add up to the row"
-        )
-    ends = np.cumsum(lengths).tolist()
-    own = {key: value for key, value in feature.items() if key not in _DROPPED}
-    return [
-        {key: value[begin:end] if _per_token(value, size) else value for key, value in own.items()}
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-
-
-def _joined(documents: list[Feature]) -> Feature:
-    """Undo `_split`, after each document was cut to its window."""
-    joined: dict[str, Any] = {}
-    for key, value in documents[0].items():
-        if _per_token(value, len(documents[0]["input_ids"])):
-            joined[key] = np.concatenate([np.asarray(document[key]) for document in documents]).tolist()
-        else:
-            joined[key] = value
-    joined["seq_lengths"] = [len(document["input_ids"]) for document in documents]
-    return joined
-
-
-def _cut(feature: Feature, window: Window) -> Feature:
-    """Keep the window's tokens in every per-token column, and drop the columns that the batch does not need."""
-    size = len(feature["input_ids"])
-    whole = len(window.content) == size
-    result = {}
-    for key, value in feature.items():
-        if key in _DROPPED:
-            continue
-        if whole or not _per_token(value, size):
-            result[key] = value
-        elif isinstance(value, (torch.Tensor, np.ndarray)):
-            result[key] = value[window.content]
-        else:
-            result[key] = np.asarray(value)[window.content].tolist()
-    return result
-
-
 def _one_row(batch: dict[str, Any]) -> dict[str, Any]:
     """Reshape every tensor of shape (batch, length) to (1, batch · length)."""
     shape = batch["input_ids"].shape
     alike = {k: v.reshape(1, -1) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
     return {**batch, **alike}
-
-
-def _one_document(feature: Feature) -> Feature:
-    """Return a document without the padding that it got when it was tokenised, which would be trained as text.
-
-    Raises:
-        PoSEError: columns of different lengths, several documents (a numbered mask or restarting position_ids), or
-            tokens that the mask hides in the middle.
-    """
-    size = len(feature.get("input_ids", ()))
-    for name in _PER_TOKEN:
-        if name in feature and not _per_token(feature[name], size):
-            raise PoSEError(
-                f"one sample has {size} input_ids and {np.size(feature[name])} {name}; give one per token (labels: "
-                f"{IGNORED_LABEL} for no loss), or remove the column"
-            )
-    mask, positions = feature.get("attention_mask"), feature.get("position_ids")
-    # Counting is the fastest way to read a list of ones.
-    if isinstance(mask, list) and mask.count(1) == size:
-        mask = None
-    if mask is None and positions is None:
-        return feature
-    hidden = np.zeros(size, dtype=bool) if mask is None else np.asarray(mask) == 0
-    found = (
-        f"an attention_mask that numbers {np.max(mask)} documents" if mask is not None and np.max(mask) > 1 else None
-    )
-    if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[~hidden]) < 1).any()):
-        found = "position_ids that restart in the middle"
-    if found:
-        raise PoSEError(
-            f"a sample of {size} tokens has {found}: packed documents would be trained as one. Give "
-            "single documents and let the trainer pack, or name their lengths in a column seq_lengths; if the sample "
-            "is one document, remove the column"
-        )
-    used = np.flatnonzero(~hidden) if mask is not None else hidden
-    if used.size in (0, size):
-        return feature
-    begin, end = int(used[0]), int(used[-1]) + 1
-    if end - begin != used.size:
-        raise PoSEError(
-            f"the attention_mask of one sample hides {end - begin - used.size} of its tokens in the middle; only "
-            "padding at its ends can be removed. Remove the hidden tokens from the sample"
-        )
-    return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
-
-
-def _per_token(value: Any, size: int) -> bool:
-    return isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == size
-
-
-def documents_of(row: Feature) -> list[Feature]:
-    """Return the documents of one row of a data set, as a training batch takes them."""
-    rows, _ = _rows_of([row])
-    return [_one_document(feature) for feature in rows[0]]
-
-
-def supervised(feature: Feature) -> np.ndarray | None:
-    """Return which tokens are in the loss, shape (n,), bool; None if the row does not say."""
-    size = len(feature["input_ids"])
-    if _per_token(feature.get("labels"), size):
-        trained: np.ndarray = np.asarray(feature["labels"]) != IGNORED_LABEL
-        return trained
-    masks = [np.asarray(feature[name]) != 0 for name in _MASKS if _per_token(feature.get(name), size)]
-    return np.logical_and.reduce(masks) if masks else None
-
-
-def _arrays(feature: Feature) -> Feature:
-    """Return a document with its per-token columns as arrays, so that each list is read once."""
-    size = len(feature.get("input_ids", ()))
-    return {
-        key: int_array(value) if isinstance(value, list) and _per_token(value, size) else value
-        for key, value in feature.items()
-        if key not in _DROPPED
-    }
-
-
-def _tokens(feature: Feature) -> np.ndarray:
-    if "input_ids" not in feature:
-        if any(str(name).startswith(("chosen", "rejected")) for name in feature):
-            raise PoSEError(
-                f"a feature has the columns {sorted(feature)}: preference data (DPO, reward models) is not supported. "
-                "Extend the window with SFTTrainer first"
-            )
-        raise PoSEError(
-            f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
-            "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"
-        )
-    tokens = int_array(feature["input_ids"])
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise PoSEError(f"input_ids of one feature have shape {tokens.shape}; a non-empty 1-D list is needed")
-    return tokens

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from pose_plugin.attention import attention_function
-from pose_plugin.collator import Packing, PositionCollator
+from pose_plugin.collator import PositionCollator
+from pose_plugin.features import Packing
 from pose_plugin.positions import Window
 from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
 from pose_plugin.utils.distributed import all_problems, outside_training

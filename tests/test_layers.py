@@ -17,7 +17,7 @@ LAYERS = [
     # The settings know which samplers and kinds of RoPE exist; the rest of rope/ reads the settings.
     {"config"},
     {"rope"},
-    {"attention", "checkpoints"},
+    {"attention", "checkpoints", "features"},
     {"collator"},
     {"selftest"},
     {"evaluation", "export", "synthesize"},

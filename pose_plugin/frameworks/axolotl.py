@@ -15,9 +15,10 @@ from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginMan
 from axolotl.utils.collators.batching import DataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
 from pydantic import BaseModel, Field
 
-from pose_plugin.collator import Packing, PositionCollator
+from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.evaluation.settings import checked
+from pose_plugin.features import Packing
 from pose_plugin.frameworks import axolotl_beacon as beacon
 from pose_plugin.frameworks.axolotl_machine import (
     end_without_network,

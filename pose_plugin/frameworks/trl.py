@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
-from pose_plugin.collator import IGNORED_LABEL, Collate, Packing, PositionCollator
+from pose_plugin.collator import Collate, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
+from pose_plugin.features import IGNORED_LABEL, Packing
 from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
 from pose_plugin.training.checks import check_row_length, require_supervised

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from pose_plugin.attention import needs_one_row
-from pose_plugin.collator import Packing, PositionCollator
+from pose_plugin.collator import PositionCollator
+from pose_plugin.features import Packing
 from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
 from pose_plugin.training.history import last_whole_checkpoint, whole_checkpoint

@@ -13,7 +13,8 @@ from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.checkpoints import complete_folder
 from pose_plugin.checkpoints.record import model_facts, run_facts
 from pose_plugin.checkpoints.saved import NO_LIMIT
-from pose_plugin.collator import Packing, PositionCollator
+from pose_plugin.collator import PositionCollator
+from pose_plugin.features import Packing
 from pose_plugin.positions import make_sampler, sketch
 from pose_plugin.rope import base_findings, restore_rope, verify_rope
 from pose_plugin.selftest import self_test

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pose_plugin.collator import IGNORED_LABEL, PositionCollator, documents_of, supervised
+from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
+from pose_plugin.features import IGNORED_LABEL, documents_of, supervised
 from pose_plugin.positions import make_sampler
 from pose_plugin.positions.turn_borders import TurnTokens, headers_behind_ends, turn_tokens
 from pose_plugin.utils.errors import PoSEError
