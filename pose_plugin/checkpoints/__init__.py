@@ -7,7 +7,8 @@
 - merge.py: merged models
 """
 
-from pose_plugin.checkpoints.check import CheckReport, check_folder
+from pose_plugin.checkpoints.check import check_folder
+from pose_plugin.checkpoints.comparisons import CheckReport
 from pose_plugin.checkpoints.folder import complete_folder
 from pose_plugin.checkpoints.load import load_extended, require_extension
 from pose_plugin.checkpoints.merge import complete_merged

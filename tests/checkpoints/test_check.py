@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pose_plugin.checkpoints import check, reload_worker
-from pose_plugin.checkpoints.check import check_folder, logit_distance, tolerance
+from pose_plugin.checkpoints.check import check_folder
+from pose_plugin.checkpoints.comparisons import logit_distance, tolerance
 from pose_plugin.checkpoints.probe import probe_inputs
 from pose_plugin.cli.main import main
 from pose_plugin.utils.errors import PoSEError
