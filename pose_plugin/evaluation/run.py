@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,12 @@ from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_fit
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.questions import Answers, groups, unanswered
 from pose_plugin.evaluation.ranks import Ranks
-from pose_plugin.evaluation.results import ModelResult, Result, joined
+from pose_plugin.evaluation.results import LeftOut, ModelResult, Result, joined
 from pose_plugin.evaluation.served import ServedModel, ServedSource, cost
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
 from pose_plugin.utils.server import ServerGoneError
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """What could not be measured.
-
-    Attributes:
-        who: name of the model; None for all.
-        name: names of the measures.
-        length: in tokens; 0 for all.
-        reason: to read.
-        longer: whether longer ones were not tried.
-    """
-
-    who: str | None
-    name: str
-    length: int
-    reason: str
-    longer: bool
 
 
 class Session:
