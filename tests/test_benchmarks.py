@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -14,9 +13,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.forked import LIMIT
+from tests.pages import BENCHMARKS as FOLDER
+from tests.pages import benchmark, committed
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
 FIGURES = FOLDER.parent / "docs" / "figures"
 # By the name of their results. A script called coverage.py would hide the package of that name.
 SCRIPTS = {"coverage": "position_coverage", "step_cost": "step_cost", "interpolation": "interpolation"}
@@ -25,16 +24,16 @@ IN_README = SCRIPTS | {"overhead": "overhead"}
 
 
 def script(name: str) -> ModuleType:
-    """Import a benchmark from its own folder, as `python benchmarks/…` does."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(IN_README[name])
-    finally:
-        sys.path.remove(str(FOLDER))
+    """Import a benchmark by the name of its results."""
+    return benchmark(IN_README[name])
 
 
-def committed(name: str) -> dict:
-    return json.loads((FOLDER / "results" / f"{name}.json").read_text())
+def small(script: str, folder: Path, *arguments: str) -> str:
+    """Run the short form of a benchmark, which writes into a folder; return what it printed."""
+    command = [sys.executable, str(FOLDER / script), "--quick", "--output", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +44,8 @@ def quick(tmp_path_factory):
     def run(name: str) -> tuple[dict, str, Path]:
         if name not in done:
             folder = tmp_path_factory.mktemp(name)
-            command = [
-                sys.executable,
-                str(FOLDER / f"{SCRIPTS[name]}.py"),
-                "--quick",
-                "--output",
-                str(folder),
-            ]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-            assert ran.returncode == 0, ran.stderr
-            done[name] = json.loads((folder / f"{name}.json").read_text()), ran.stdout, folder
+            printed = small(f"{SCRIPTS[name]}.py", folder)
+            done[name] = json.loads((folder / f"{name}.json").read_text()), printed, folder
         return done[name]
 
     return run
@@ -149,45 +140,33 @@ def test_coverage_agrees_with_the_published_table():
 
 
 def test_overhead_measures_all_that_it_lists(tmp_path):
-    command = [sys.executable, str(FOLDER / "overhead.py"), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
+    printed = small("overhead.py", tmp_path)
     result = json.loads((tmp_path / "overhead.json").read_text())
     (seconds,) = result["seconds"].values()
     measured = committed("overhead")["seconds"]["this checkout"].keys()
     # Without Axolotl, its positions are left out.
     assert seconds.keys() == {name for name in measured if "Axolotl" not in name or find_spec("axolotl")}
-    assert all(f"| {name} |" in done.stdout for name in [*seconds, *result["ratios"]])
+    assert all(f"| {name} |" in printed for name in [*seconds, *result["ratios"]])
     # The first two are differences between processes, so noise may make them negative.
     assert all(value > 0 for value in list(seconds.values())[2:])
 
 
-def test_the_readme_quotes_the_overhead():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        overhead = importlib.import_module("overhead")
-    finally:
-        sys.path.remove(str(FOLDER))
+def test_the_committed_overhead_is_small():
     result = committed("overhead")
-    assert overhead.table(result) in (FOLDER / "README.md").read_text()
     assert result["seconds"]["this checkout"]["a row of 2,048 tokens, PoSECollator without its padding"] < 150e-6
     assert result["ratios"]["the start of a run, target 1,048,576 / 8,192"] < 1.1
 
 
 def test_questions_on_a_cached_text_are_timed(tmp_path):
-    command = [sys.executable, str(FOLDER / "cached_haystack.py"), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
+    printed = small("cached_haystack.py", tmp_path)
     (row,) = json.loads((tmp_path / "cached_haystack.json").read_text())["rows"]
-    assert (row["length"], row["questions"]) == (2048, 40) and "| 2048 | 40 |" in done.stdout
+    assert (row["length"], row["questions"]) == (2048, 40) and "| 2048 | 40 |" in printed
 
 
 def test_the_gpu_checks_run_on_a_cpu(tmp_path):
     """The GPU checks are not stale: their short form passes on a CPU."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
-    command = [sys.executable, str(FOLDER / "gpu" / "checks.py"), "--device", "cpu", "--quick"]
-    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    small("gpu/checks.py", tmp_path, "--device", "cpu")
     verdicts = json.loads((tmp_path / "gpu.json").read_text())["checks"]
     assert len(verdicts) > 5 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
 
@@ -195,48 +174,35 @@ def test_the_gpu_checks_run_on_a_cpu(tmp_path):
 def test_the_smollm2_run_in_small(tmp_path):
     """It trains with Axolotl, evaluates with the command, and makes every table and the picture."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    run = [sys.executable, str(FOLDER / "smollm2" / "run.py"), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    printed = small("smollm2/run.py", tmp_path)
     result = json.loads((tmp_path / "smollm2.json").read_text())
     assert list(result["models"]) == ["base", "yarn, RoPE only", "yarn, no skip", "yarn, PoSE"]
     losses = [row["gap"]["512"] for row in result["models"].values()]
     assert len(set(losses)) == 4, "two of the models are the same"
     assert (tmp_path / "smollm2.png").read_bytes().startswith(b"\x89PNG")
     for name in result["models"]:
-        assert done.stdout.count(f"| {name} |") == 4
+        assert printed.count(f"| {name} |") == 4
 
 
 def test_a_table_of_the_paper_in_small(tmp_path):
     """The missing run is trained with Axolotl and judged, the others are the quick start's; a rerun trains nothing."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    command = [sys.executable, str(FOLDER / "paper_tables.py"), "--tables", "5", "--seeds", "10", "--quick"]
-    command += ["--output", str(tmp_path), "--work", str(tmp_path / "work")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    arguments = ["--tables", "5", "--seeds", "10", "--work", str(tmp_path / "work")]
+    first = small("paper_tables.py", tmp_path, *arguments)
     runs = json.loads((tmp_path / "paper_table_5.json").read_text())["runs"]
     assert len(runs) == 4 and all("10" in seeds for seeds in runs.values())
     page = (tmp_path / "paper_tables.md").read_text()
     assert "| 3 chunks (content: skip) |" in page and "--tables 6`" in page
-    again = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert again.returncode == 0 and done.stdout.count("✓") == 1 and "✓" not in again.stdout
+    assert first.count("✓") == 1 and "✓" not in small("paper_tables.py", tmp_path, *arguments)
 
 
 def test_the_page_of_the_papers_tables_quotes_the_results():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        tables = importlib.import_module("paper_tables")
-    finally:
-        sys.path.remove(str(FOLDER))
+    tables = benchmark("paper_tables")
     assert (FOLDER.parent / "docs" / "paper_tables.md").read_text() == tables.page(FOLDER / "results")
 
 
 def test_readme_and_the_smollm2_page_quote_the_results():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        tables = importlib.import_module("smollm2.tables")
-    finally:
-        sys.path.remove(str(FOLDER))
+    tables = benchmark("smollm2.tables")
     page = (FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8")
     quoted = tables.table(committed("smollm2"))
     assert quoted in page

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import benchmark, committed
+
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "example_configs" / "quickstart"
 
@@ -42,12 +44,7 @@ def test_two_steps_of_the_quick_start(tmp_path):
 
 
 def test_the_page_s_table_is_the_committed_benchmark():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import quickstart
-    finally:
-        sys.path.pop(0)
-    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    quickstart, result = benchmark("quickstart"), committed("quickstart")
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     table = quickstart.table(result["models"], result["lengths"])
     assert table in page and quickstart.with_table(page, table) == page
@@ -69,6 +66,6 @@ CLAIMS = [
 
 @pytest.mark.parametrize(("name", "times", "least", "most"), CLAIMS)
 def test_the_committed_numbers_support_the_claims(name, times, least, most):
-    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    result = committed("quickstart")
     assert len(result["seeds"]) == 3
     assert least <= result["models"][name]["passkey"][str(128 * times)]["mean"] <= most

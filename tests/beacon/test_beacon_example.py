@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import random
@@ -10,18 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import importing_from
+
 FOLDER = Path(__file__).parents[2] / "example_configs" / "beacon"
 
 
 @pytest.fixture(scope="module")
 def example():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import quickstart_data
-
-        return quickstart_data
-    finally:
-        sys.path.remove(str(FOLDER))
+    with importing_from(FOLDER):
+        return importlib.import_module("quickstart_data")
 
 
 @pytest.fixture(scope="module")

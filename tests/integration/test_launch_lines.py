@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ pytest.importorskip("peft")
 
 from tests.forked import forked
 from tests.integration import distributed, launched, trl_runs
+from tests.pages import benchmark, committed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
@@ -23,17 +22,9 @@ ROOT = distributed.ROOT
 PAGE = ROOT / "docs" / "distributed.md"
 
 
-def launchers():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module("launchers")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-
-
 def two_machines(folder, name, what):
     """Run a documented line with other things to train; return the output of both launchers."""
-    module = launchers()
+    module = benchmark("launchers")
     for before, _ in what:
         assert before in module.LINES[name].launch
     line = module.LINES[name]
@@ -140,21 +131,17 @@ def test_axolotl_on_two_machines_with_separate_disks(tmp_path):
 # --- docs/distributed.md --------------------------------------------------------------------------------------------
 
 
-def committed():
-    return json.loads((ROOT / "benchmarks" / "results" / "launchers.json").read_text())
-
-
 def test_the_table_of_the_page_is_the_committed_one():
-    module = launchers()
-    assert module.table(committed()) in PAGE.read_text(encoding="utf-8")
+    module = benchmark("launchers")
+    assert module.table(committed("launchers")) in PAGE.read_text(encoding="utf-8")
     assert [line.launch for line in module.LINES.values()] == [
-        committed()["lines"][name]["command"] for name in module.LINES
+        committed("launchers")["lines"][name]["command"] for name in module.LINES
     ]
 
 
 def test_measured_lines_train_what_one_process_trains():
     """Or they fail, or a warning names what ran instead."""
-    module, found = launchers(), committed()["lines"]
+    module, found = benchmark("launchers"), committed("launchers")["lines"]
     for name, line in module.LINES.items():
         result, alone = found[name], found[name.partition("-")[0]]
         if result["code"]:
