@@ -12,6 +12,7 @@ ratio is the median of the ratios of each round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -39,6 +40,9 @@ RATIOS = {
     "the start of a run, target 1,048,576 / 8,192": ("the start, target 1,048,576", "the start, target 8,192"),
 }
 
+_once = False
+"""Whether each call is made once, only to see that it runs."""
+
 
 def main() -> None:
     parser = arguments(__doc__)
@@ -48,6 +52,8 @@ def main() -> None:
     parser.add_argument("--case", choices=MEASUREMENTS, help="run one measurement in this process")
     args = parser.parse_args()
     if args.case:
+        global _once
+        _once = args.quick
         print(json.dumps(MEASUREMENTS[args.case](args.model)))
         return
     trees = {"this checkout": ROOT} | ({"the other checkout": args.against.resolve()} if args.against else {})
@@ -56,7 +62,7 @@ def main() -> None:
     for turn in range(rounds):
         for case in MEASUREMENTS:
             for tree, folder in trees.items():
-                for name, seconds in _in_a_process(case, args.model, folder).items():
+                for name, seconds in _in_a_process(case, args, folder).items():
                     runs[tree].setdefault(name, []).append(seconds)
             print(f"round {turn + 1} of {rounds}: {case}", flush=True)
     result = {
@@ -274,7 +280,7 @@ def _ratio(runs: dict[str, list[float]], above: str, below: str) -> float | None
 def _in_turns(calls: dict[str, Callable[[], Any]], turns: int = 3, times: int = 50) -> dict[str, float]:
     """The smallest processor time of each call, in seconds; they take turns, so a slow moment affects all."""
     found: dict[str, float] = {}
-    for _ in range(turns):
+    for _ in range(1 if _once else turns):
         for name, call in calls.items():
             seconds = _fastest(call, times)
             found[name] = min(seconds, found.get(name, seconds))
@@ -285,7 +291,7 @@ def _fastest(call: Callable[[], Any], times: int = 50) -> float:
     """The smallest processor time of several calls, in seconds. The first call warms up."""
     call()
     seconds = []
-    for _ in range(times):
+    for _ in range(1 if _once else times):
         start = time.process_time()
         call()
         seconds.append(time.process_time() - start)
@@ -295,7 +301,7 @@ def _fastest(call: Callable[[], Any], times: int = 50) -> float:
 def _seconds_of(code: str, times: int = 5) -> float:
     """The smallest processor time of a new Python process that runs the code, in seconds."""
     seconds = []
-    for _ in range(times):
+    for _ in range(1 if _once else times):
         # Not in this folder: Python would look there for the package before PYTHONPATH.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=os.sep)
@@ -304,10 +310,10 @@ def _seconds_of(code: str, times: int = 5) -> float:
     return min(seconds)
 
 
-def _in_a_process(case: str, model: str, tree: Path) -> dict[str, float]:
+def _in_a_process(case: str, args: argparse.Namespace, tree: Path) -> dict[str, float]:
     """Run one measurement on the package of a checkout."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tree)}
-    command = [sys.executable, __file__, "--case", case, "--model", model]
+    command = [sys.executable, __file__, "--case", case, "--model", args.model, *(["--quick"] if args.quick else [])]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{case} in {tree}: the measuring process failed:\n{done.stderr}")

@@ -68,6 +68,8 @@ MARKS = {
     "once": (
         "positions/*",
         "cli/*",
+        "beacon/test_beacon_docs.py",
+        "evaluation/test_results_kept.py",
         "test_benchmarks.py",
         "test_quickstart_data.py",
         "doctor/*",
