@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -37,19 +39,47 @@ def test_workflows_call_targets_that_exist(path):
         assert names <= known
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
-    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    # Build from a copy: setuptools writes build/ and egg-info into the folder that it builds.
-    copy = tmp_path / "copy"
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the checkout, because setuptools writes build/ and egg-info into the folder that it builds."""
+    folder = tmp_path / "copy"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.split("\n"):
-        if name.startswith("pose_plugin/") or name in ("pyproject.toml", "README.md", "LICENSE"):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
-    done = subprocess.run([*wheel, str(copy)], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
+        if name.startswith("pose_plugin/") or name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def done(*command, cwd=os.sep):
+    """Run a command where Python does not find this checkout, and return what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path, copy):
+    done(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy)
     (built,) = tmp_path.glob("*.whl")
     spec = importlib.util.spec_from_file_location("dist_contents", ROOT / ".ci" / "dist_contents.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert "pose_plugin_hook.py" in module.contents(built)
+
+
+def test_torch_imports_after_the_checkout_of_an_editable_installation_was_moved(tmp_path, copy):
+    done(sys.executable, "-c", "from setuptools.build_meta import build_editable; build_editable('..')", cwd=copy)
+    (built,) = tmp_path.glob("*.whl")
+    done(sys.executable, "-m", "venv", "--without-pip", tmp_path / "new")
+    python = tmp_path / "new" / "bin" / "python"
+    done(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", built)
+    # torch is that of this environment.
+    places = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    (Path(done(python, "-c", places).strip()) / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    hook = "import sys, torch; print(sys.modules['pose_plugin_hook'].__file__); import pose_plugin"
+    assert str(tmp_path / "new") in done(python, "-c", hook)
+    copy.rename(tmp_path / "moved")
+    assert str(tmp_path / "new") in done(python, "-c", hook.replace("import pose_plugin", ""))
+    with pytest.raises(AssertionError, match="No module named 'pose_plugin'"):
+        done(python, "-c", "import pose_plugin")

@@ -22,6 +22,8 @@ CONNECT = 30.0
 SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
 # More tokens than any request has.
 MOST_TOKENS = 10**9
+# Letters of the longest tokens of usual vocabularies: 128 spaces, or as many dashes.
+_LONGEST_TOKEN = 128
 
 
 class FaultError(Exception):
@@ -182,7 +184,7 @@ class Server:
                     raise self._translated(error) from None
             else:
                 self._answered = True
-                return _reply(_completion(raw.content) or {})
+                return _reply(_completion(raw.content) or {}, settings.answer_tokens)
 
     def _adapt(self, error: Exception, used: Dialect) -> bool:
         """Learn from a refusal. Return whether the request may be sent again."""
@@ -250,13 +252,18 @@ def _completion(body: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "choices" in found else None
 
 
-def _reply(found: dict[str, Any]) -> Reply:
-    """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same."""
+def _reply(found: dict[str, Any], answer_tokens: int) -> Reply:
+    """Read a chat completion. Fields of another type count as missing: the answer was paid for all the same.
+
+    Args:
+        answer_tokens: the most that were requested. More letters than they can hold are left out: looking up endless
+            quotes would take minutes.
+    """
     content = _at(found, "choices", 0, "message", "content")
     if isinstance(content, list):  # of parts
         content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
     return Reply(
-        content=content if isinstance(content, str) else "",
+        content=content[: _LONGEST_TOKEN * answer_tokens] if isinstance(content, str) else "",
         finish=str(_at(found, "choices", 0, "finish_reason")),
         input_tokens=_count(_at(found, "usage", "prompt_tokens")),
         output_tokens=_count(_at(found, "usage", "completion_tokens")),

@@ -63,7 +63,7 @@ class Fake:
         found = _completion(next(self._next))
         if found is None:
             raise FaultError("the answer is not a chat completion")
-        return _reply(found)
+        return _reply(found, 1000)
 
     async def close(self):
         pass

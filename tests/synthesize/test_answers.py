@@ -12,6 +12,7 @@ from pose_plugin.synthesize.answers import Biography, Characters, Questions, Unu
 from pose_plugin.synthesize.client import Pace
 from pose_plugin.synthesize.paid import Ledger
 from pose_plugin.synthesize.quotes import Finder
+from pose_plugin.synthesize.server import _reply
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.synthesize.tasks.common import Made, questions_into
 from tests.synthesize.test_quotes import TEXT
@@ -39,6 +40,13 @@ def questions_from(content, count, find, settings):
 )
 def test_answers_that_are_found(content):
     assert parse(content, Biography) == LIFE
+
+
+def test_more_than_the_requested_tokens_can_hold_is_left_out():
+    """A server that ignored the limit sent millions of letters of quotes; looking them up took minutes."""
+    found = {"choices": [{"message": {"content": "word " * 10_000}}]}
+    assert len(_reply(found, answer_tokens=10).content) == 1280
+    assert len(_reply(found, answer_tokens=1000).content) == 50_000
 
 
 @pytest.mark.parametrize(
