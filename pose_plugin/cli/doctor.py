@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from pose_plugin.doctor import Folder, Problem, diagnose, read_folder
 from pose_plugin.doctor.engines import readings
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import parse_lengths
+from pose_plugin.utils.log import printable
 
 EPILOG = """\
 The folders may come from any trainer. No weights are read and nothing is changed or downloaded.
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.folders:
         folder = read_folder(name, args.base)
         problems = diagnose(folder)
-        print(json.dumps(_as_dict(folder, problems)) if args.json else _as_text(folder, problems))
+        print(json.dumps(_as_dict(folder, problems)) if args.json else printable(_as_text(folder, problems)))
         code = max([code, *(_CODES[problem.finding.severity] for problem in problems)])
         if args.mend:
             from pose_plugin.doctor.mend import write_mended
@@ -90,18 +90,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     """Probe a running server."""
-    from pose_plugin.doctor.compare import LENGTHS, compare, judge
+    from pose_plugin.doctor.compare import compare, default_lengths, judge
     from pose_plugin.doctor.server import DEPTHS, Server, judge_needles, needles
+    from pose_plugin.utils.server import key_of
 
-    key = os.environ.get(args.key_variable) if args.key_variable else None
-    if args.key_variable and not key:
-        raise PoSEError(f"--key-variable {args.key_variable}: the environment has no such variable; export it first")
     folder = read_folder(args.like, args.base) if args.like else None
-    server = Server(args.url, args.model, key, args.timeout)
+    server = Server(args.url, args.model, key_of(args.key_variable), args.timeout)
     hidden = parse_lengths(args.lengths) if args.lengths else _lengths(server.window, folder)
-    compared = (parse_lengths(args.compare) if args.compare else list(LENGTHS)) if folder else []
+    compared = parse_lengths(args.compare) if args.compare else default_lengths(server.window)
+    compared = compared if folder else []
     out = sys.stderr if args.json else sys.stdout
-    print(f"{server.model} at {args.url}: window {server.window or 'not stated'}", file=out)
+    print(printable(f"{server.model} at {server.address}: window {server.window or 'not stated'}"), file=out)
     requests, total = 1 + len(hidden) * len(DEPTHS) + len(compared), sum(hidden) * len(DEPTHS) + sum(compared)
     print(f"{requests} requests, about {total:,} tokens of prompts", file=out)
     if not args.yes and sys.stdin.isatty() and input("send them? [y/N] ").strip().lower() != "y":
@@ -113,17 +112,18 @@ def _ask(args: argparse.Namespace) -> int:
     asked = []
     for needle in tqdm(needles(server, hidden), total=len(hidden) * len(DEPTHS), desc="needles", disable=None):
         asked.append(needle)
-        tqdm.write(f"  {needle}", file=out)
+        tqdm.write(printable(f"  {needle}"), file=out)
     findings += judge_needles(asked, rope)
     if args.json:
-        facts = {key: getattr(server, key) for key in ("url", "model", "window", "chat", "logprobs", "stream")}
+        facts = {"url": server.address, "model": server.model, "window": server.window, "chat": server.uses_chat,
+                 "logprobs": server.logprobs, "stream": server.stream}  # fmt: skip
         distances = result.distances if folder else None
         asked_as_dicts = [vars(needle) for needle in asked]
         print(json.dumps({**facts, "rope": rope, "distances": distances, "needles": asked_as_dicts,
                           "findings": [vars(finding) for finding in findings]}))  # fmt: skip
     else:
         for finding in findings:
-            print(f"  {finding.severity:<8} {finding}")
+            print(printable(f"  {finding.severity:<8} {finding}"))
     return max([0, *(_CODES[finding.severity] for finding in findings)])
 
 

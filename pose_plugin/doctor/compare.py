@@ -22,6 +22,7 @@ from pose_plugin.export.engines import RULES, taken
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import Finding
+from pose_plugin.utils.server import RefusedError
 
 # Tokens that are continued per prompt, and the prompts' lengths.
 ANSWER = 16
@@ -63,6 +64,11 @@ class Compared:
         return "applied" if mine - self.distances[self.nearest] < _CLEAR else "other"
 
 
+def default_lengths(window: int | None) -> list[int]:
+    """Return lengths of prompts that leave room for the answer and a chat template in a server's window."""
+    return [length for length in LENGTHS if window is None or length <= 0.75 * window] or [(window or 0) // 2]
+
+
 def compare(server: Server, folder: Folder, text: str, lengths: Sequence[int] = LENGTHS) -> Compared:
     """Compare the server's continuations with the folder's model under each rope.
 
@@ -89,8 +95,11 @@ def compare(server: Server, folder: Folder, text: str, lengths: Sequence[int] = 
     rows = []
     for length in lengths:
         prompt = str(tokenizer.decode(ids[:length], skip_special_tokens=True))
-        answer = server.ask(prompt, ANSWER)
-        rows.append((*_tokens(tokenizer, prompt, answer.text, server.chat), answer))
+        try:
+            answer = server.ask(prompt, ANSWER)
+        except RefusedError as error:
+            raise PoSEError(f"--compare {length}: {error}; give shorter lengths") from None
+        rows.append((*_tokens(tokenizer, prompt, answer.text, server.uses_chat), answer))
     distances = {}
     for name, rope in ropes.items():
         for module in modules:

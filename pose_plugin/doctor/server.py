@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.evaluation.prompts import PasskeyTemplate
-from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import Finding
+from pose_plugin.utils.server import RefusedError, Reply, as_json, at, count, words_of
+from pose_plugin.utils.server import Server as AnyServer
 
 # Where the number is hidden, 0 at the beginning of the text.
 DEPTHS = (0.1, 0.5, 0.9)
@@ -22,23 +23,17 @@ DEPTHS = (0.1, 0.5, 0.9)
 _TOKENS_A_WORD = 1.3
 # Tokens of an answer: a chat model first repeats the question.
 _SHORT, _CHAT = 8, 64
-# Where servers put their window among a model's facts: vLLM and SGLang, then gateways, then llama.cpp.
-_WINDOWS = ("max_model_len", "context_length", "max_context_length", "context_window")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Reply):
     """What a server wrote after a prompt.
 
     Attributes:
-        text: the continuation.
         logprobs: the server's log-probability of each of its tokens; None if it returns none.
-        tokens: of the prompt, as the server counts them; None if it does not.
     """
 
-    text: str
-    logprobs: list[float] | None
-    tokens: int | None
+    logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,52 +65,23 @@ class Needle:
         return f"{self.tokens:>9,} tokens{cut}, depth {self.depth:.1f}: {result}"
 
 
-class Server:
-    """An OpenAI-compatible server.
+class Server(AnyServer):
+    """A server of which only the URL is known. Its first answers show how it is asked.
 
     Args:
-        url: up to and with /v1.
-        model: its name there; default: the only one that it lists.
-        key: the API key, if it wants one.
-        timeout: seconds to wait for one answer.
+        url, model, key, timeout: as for any server.
 
     Attributes:
-        window: the window that the server states, tokens; None if it states none.
-        chat, logprobs, stream: how it answers; known after the first request.
+        uses_chat: whether it has chat completions only.
+        logprobs: whether it returns log-probabilities.
+        stream: whether it answers by a stream only.
     """
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600) -> None:
-        try:
-            import openai
-        except ImportError:
-            raise PoSEError("doctor --url needs the package openai; pip install openai") from None
-        self._openai = openai
-        self._client = openai.OpenAI(base_url=url, api_key=key or "none", timeout=timeout, max_retries=1)
-        self.url, self.timeout = url, timeout
-        self.chat, self.logprobs, self.stream, self._opened = False, True, False, False
-        facts = self._models()
-        self.names = sorted(facts)
-        if model is None and len(facts) != 1:
-            raise PoSEError(
-                f"--url {url} lists {', '.join(self.names) or 'no model'}; name the one to ask with --model "
-                "(transformers serve: as it was started, for example the folder)"
-            )
-        self.model = model or self.names[0]
-        stated = facts.get(self.model, {})
-        found = [stated.get(key) for key in _WINDOWS] + [(stated.get("meta") or {}).get("n_ctx")]
-        self.window = next((int(each) for each in found if each), None)
+    slow = "no answer within --timeout {:g} seconds; raise it, or use shorter --lengths"
 
-    def _models(self) -> dict[str, dict[str, Any]]:
-        """Return the facts of each model that the server lists; {} if it cannot list them, as some servers."""
-        try:
-            listed = self._client.models.list()
-            return {model.id: model.model_extra or {} for model in listed.data or []}
-        except (self._openai.AuthenticationError, self._openai.PermissionDeniedError) as error:
-            raise self._failed(error) from None
-        except self._openai.APIConnectionError as error:
-            raise self._failed(error) from None
-        except (self._openai.OpenAIError, AttributeError):  # not JSON: `listed` is a text
-            return {}
+    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600) -> None:
+        super().__init__(url, model, key, timeout, retries=1)
+        self.uses_chat, self.logprobs, self.stream, self._opened = False, True, False, False
 
     def ask(self, prompt: str, most: int) -> Answer:
         """Continue a prompt greedily.
@@ -125,96 +91,69 @@ class Server:
             most: tokens to answer.
 
         Raises:
-            Refused: the server refuses the length.
-            PoSEError: it fails for another reason.
+            RefusedError: the server refuses this prompt, for example its length.
+            ServerGoneError: it fails for another reason.
         """
         if not self._opened:
             # A refusal of this one is not about a length.
             self.logprobs = self._adapted("The sky is", 1).logprobs is not None
             self._opened = True
-        try:
-            return self._adapted(prompt, most)
-        except Refused:
-            raise
-        except self._openai.OpenAIError as error:
-            raise self._failed(error) from None
+        return self._adapted(prompt, most)
 
     def _adapted(self, prompt: str, most: int) -> Answer:
         """Send a prompt in the way that the server takes; the first refusals teach it."""
-        for _ in range(5):  # each try but the last may teach one of: chat, no log-probabilities, a stream
+        while True:
             try:
-                answer = self._send(prompt, most)
-            except self._openai.APIStatusError as error:
+                return self._asked(prompt, most)
+            except RefusedError as error:
                 if self._opened or not self._learns(error):
-                    raise self._refused(error) from None
-            except self._openai.OpenAIError as error:
-                raise self._failed(error) from None
-            else:
-                if isinstance(answer, Answer):
-                    return answer
-                if not answer.lstrip().startswith("data:"):
-                    break
-                self.stream = True
-        raise PoSEError(f"--url {self.url} does not answer as the OpenAI API does; give the URL up to and with /v1")
+                    raise
 
-    def _learns(self, error: Any) -> bool:
+    def _learns(self, error: RefusedError) -> bool:
         """Change the way of asking after a refusal; False if no other way can help."""
-        text = str(error).lower()
-        if error.status_code in (400, 422) and "logprob" in text and self.logprobs:
+        said = error.said.lower()
+        if error.status in (400, 422) and "logprob" in said and self.logprobs:
             self.logprobs = False
-        elif error.status_code in (400, 422) and "stream" in text and not self.stream:
+        elif error.status in (400, 422) and "stream" in said and not self.stream:
             self.stream = True
-        elif error.status_code in (404, 405, 501) and "model" not in text and not self.chat:
-            self.chat = True
+        # "The model does not exist" is about its name, "this is a chat model" is not.
+        elif error.status in (404, 405, 501) and ("model" not in said or "chat" in said) and not self.uses_chat:
+            self.uses_chat = True
         else:
             return False
         return True
 
-    def _send(self, prompt: str, most: int) -> Answer | str:
-        """Return the answer, or the body if it is not JSON."""
+    def _asked(self, prompt: str, most: int) -> Answer:
         asked: dict[str, Any] = {"model": self.model, "max_tokens": most, "temperature": 0}
-        if self.stream:
-            asked["stream"] = True
-        if self.chat:
-            asked["messages"] = [{"role": "user", "content": prompt}]
-            asked |= {"logprobs": True} if self.logprobs else {}
-            answer: Any = self._client.chat.completions.create(**asked)
+        if self.uses_chat:
+            call: Any = self.client.chat.completions.create
+            asked |= {"messages": [{"role": "user", "content": prompt}]} | ({"logprobs": True} if self.logprobs else {})
         else:
+            call = self.client.completions.create
             asked |= {"prompt": prompt} | ({"logprobs": 1} if self.logprobs else {})
-            answer = self._client.completions.create(**asked)
-        if isinstance(answer, str):
-            return answer
-        return _joined(answer if self.stream else [answer])
+        if self.stream:
+            return self._joined(self._sent(lambda: list(call(**asked, stream=True))))
+        answer = self._sent(call, **asked)
+        if isinstance(answer, str) and answer.lstrip().startswith("data:") and not self._opened:
+            self.stream = True
+            return self._asked(prompt, most)
+        return self._joined([answer])
 
-    def _refused(self, error: Any) -> Exception:
-        """Return the exception for a status: a refused length, or a failure."""
-        if self._opened and error.status_code in (400, 413, 422):
-            return Refused(_message(error))
-        return self._failed(error)
-
-    def _failed(self, error: Any) -> PoSEError:
-        """Return an error that names the cause of a failure, and what to do."""
-        where, said = f"--url {self.url}", _message(error)
-        status = getattr(error, "status_code", None)
-        if isinstance(error, self._openai.APITimeoutError):
-            return PoSEError(
-                f"{where}: no answer within --timeout {self.timeout:g} seconds; raise it, or give shorter --lengths"
-            )
-        if isinstance(error, self._openai.APIConnectionError):
-            return PoSEError(f"{where}: nothing answers there ({said}); start the server, and check host and port")
-        if status in (401, 403):
-            return PoSEError(
-                f"{where}: the server wants an API key ({status}: {said}); put it into an environment variable, and "
-                "name that with --key-variable"
-            )
-        if status in (400, 404, 422) and ("model" in said.lower() or repr(self.model) in said):
-            listed = f"it lists {', '.join(self.names)}" if self.names else "name it as the server was started"
-            return PoSEError(f"--model {self.model}: the server does not serve it ({status}: {said}); {listed}")
-        if status == 404:
-            return PoSEError(f"{where}: the server has neither /completions nor /chat/completions there; end it in /v1")
-        if status in (429, 503):
-            return PoSEError(f"{where}: the server is busy or still loads its model ({status}: {said}); try later")
-        return PoSEError(f"{where}: the server fails at a short prompt too ({status}: {said}); look at its log")
+    def _joined(self, parts: Sequence[Any]) -> Answer:
+        """Return an answer from its only part, or from the parts of a stream."""
+        text, logprobs, read = "", list[float](), None
+        found = [as_json(part) for part in parts]
+        if all(at(part, "choices", 0) is None for part in found):
+            raise self._no_completion(parts[0] if parts else "")
+        for part in found:
+            read = count(at(part, "usage", "prompt_tokens")) or read
+            choice = at(part, "choices", 0)
+            said = at(choice, "message") or at(choice, "delta") or choice
+            # Reasoning models may name the number only in their thoughts.
+            for key in ("reasoning_content", "content", "text"):
+                text += words_of(at(said, key))
+            logprobs += _logprobs(at(choice, "logprobs"))
+        return Answer(text, read, logprobs or None)
 
     def find(self, words: int, depth: float, seed: int) -> Needle:
         """Ask for a number that is hidden in filler text.
@@ -231,55 +170,28 @@ class Server:
         key = str(random.Random(seed).randint(10000, 99999))
         around = [texts.prefix, texts.key_sentence.format(key=key), texts.question]
         sentences = texts.filler.split()
-        count = max(words - len(" ".join(around).split()), 0)
-        filler = (sentences * (count // len(sentences) + 1))[:count]
-        place = round(depth * count)
+        room = max(words - len(" ".join(around).split()), 0)
+        filler = (sentences * (room // len(sentences) + 1))[:room]
+        place = round(depth * room)
         prompt = "\n".join([around[0], " ".join(filler[:place]), around[1], " ".join(filler[place:]), around[2]])
         try:
-            answer = self.ask(prompt, _CHAT if self.chat else _SHORT)
-        except Refused as error:
-            return Needle(words, depth, round(words * _TOKENS_A_WORD), False, str(error))
-        tokens = answer.tokens if answer.tokens is not None else round(words * _TOKENS_A_WORD)
+            answer = self.ask(prompt, _CHAT if self.uses_chat else _SHORT)
+        except RefusedError as error:
+            if not self._opened:
+                raise
+            return Needle(words, depth, round(words * _TOKENS_A_WORD), False, error.said)
+        tokens = answer.read if answer.read is not None else round(words * _TOKENS_A_WORD)
         # Some models write the digits apart, or with a comma.
         return Needle(words, depth, tokens, key in re.sub(r"[\s,]", "", answer.text))
 
 
-class Refused(Exception):
-    """The server refuses a prompt of this length."""
-
-
-def _message(error: Any) -> str:
-    """Return the server's own words, in one line of at most 200 characters."""
-    body = getattr(error, "body", None)
-    said = body.get("message") or body.get("detail") if isinstance(body, dict) else None
-    line = " ".join(str(said or error).split())
-    return line if len(line) <= 200 else line[:200] + "…"
-
-
-def _joined(parts: Any) -> Answer:
-    """Return an answer from its only part, or from the parts of a stream."""
-    text, logprobs, tokens = "", list[float](), None
-    for part in parts:
-        if getattr(part, "usage", None):
-            tokens = part.usage.prompt_tokens
-        for choice in part.choices or []:
-            said = getattr(choice, "message", None) or getattr(choice, "delta", None) or choice
-            # Reasoning models may name the number only in their thoughts.
-            thoughts = (getattr(said, "model_extra", None) or {}).get("reasoning_content")
-            text += (thoughts or "") + (getattr(said, "content", None) or getattr(said, "text", None) or "")
-            logprobs += _logprobs(choice.logprobs)
-    return Answer(text, logprobs or None, tokens)
-
-
 def _logprobs(found: Any) -> list[float]:
     """Return the log-probabilities of a choice: vLLM's completions list them, llama.cpp and chats name each."""
-    if found is None:
-        return []
-    listed = getattr(found, "token_logprobs", None)
-    if listed:
-        return [float(each) for each in listed if each is not None]
-    each_token = getattr(found, "content", None) or (found.model_extra or {}).get("content") or []
-    return [float(each["logprob"] if isinstance(each, dict) else each.logprob) for each in each_token]
+    listed = at(found, "token_logprobs")
+    if not listed:
+        listed = at(found, "content")
+        listed = [at(each, "logprob") for each in listed] if isinstance(listed, list) else []
+    return [float(each) for each in listed if isinstance(each, int | float)]
 
 
 def needles(server: Server, lengths: Sequence[int]) -> Iterator[Needle]:

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pose_plugin.synthesize.server import MOST_TOKENS
 from pose_plugin.utils.clean import Cleaner
 from pose_plugin.utils.journal import Journal
 from pose_plugin.utils.log import log
+from pose_plugin.utils.server import MOST_TOKENS
 
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 

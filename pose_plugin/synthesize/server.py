@@ -14,14 +14,10 @@ from pydantic import BaseModel
 from pose_plugin.synthesize.settings import FORMATS, Settings
 from pose_plugin.utils.clean import Cleaner, without_password
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.server import TOO_LONG
+from pose_plugin.utils.server import CONNECT, TOO_LONG, at, count, words_of
 
-# Seconds to connect. A machine that does not exist often does not refuse the connection either.
-CONNECT = 30.0
 # What to do about a prompt and an answer that are longer than the server's context.
 SHORTER = "lower --answer-tokens, --chunk-tokens or --request-tokens, or give the server a longer context"
-# More tokens than any request has.
-MOST_TOKENS = 10**9
 # Letters of the longest tokens of usual vocabularies: 128 spaces, or as many dashes.
 _LONGEST_TOKEN = 128
 
@@ -259,31 +255,14 @@ def _reply(found: dict[str, Any], answer_tokens: int) -> Reply:
         answer_tokens: the most that were requested. More letters than they can hold are left out: looking up endless
             quotes would take minutes.
     """
-    content = _at(found, "choices", 0, "message", "content")
-    if isinstance(content, list):  # of parts
-        content = "".join(text for part in content if isinstance(text := _at(part, "text"), str))
     return Reply(
-        content=content[: _LONGEST_TOKEN * answer_tokens] if isinstance(content, str) else "",
-        finish=str(_at(found, "choices", 0, "finish_reason")),
-        input_tokens=_count(_at(found, "usage", "prompt_tokens")),
-        output_tokens=_count(_at(found, "usage", "completion_tokens")),
+        content=words_of(at(found, "choices", 0, "message", "content"))[: _LONGEST_TOKEN * answer_tokens],
+        finish=str(at(found, "choices", 0, "finish_reason")),
+        # A negative count would lift the budget.
+        input_tokens=count(at(found, "usage", "prompt_tokens")),
+        output_tokens=count(at(found, "usage", "completion_tokens")),
         model=str(found.get("model") or ""),
     )
-
-
-def _at(value: Any, *path: str | int) -> Any:
-    """Return what is at a path in JSON, None if there is nothing."""
-    for step in path:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
-
-
-def _count(value: Any) -> int | None:
-    """Return a count of tokens, None for what cannot be one: a negative count would lift the budget."""
-    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else None
 
 
 def _openai() -> Any:

@@ -15,11 +15,26 @@ from pose_plugin.utils.errors import PoSEError
 CONNECT = 30.0
 # Where vLLM, SGLang and gateways state a model's window.
 WINDOWS = ("max_model_len", "context_length", "max_context_length", "context_window")
+# More tokens than any request has.
+MOST_TOKENS = 10**9
 # What servers say of a prompt and an answer that are longer than their context.
 TOO_LONG = re.compile(r"context|too (?:long|large|many)|max_(?:completion_)?tokens|maximum|exceed", re.I)
 
 
-class ServerGoneError(PoSEError):
+class ServerError(PoSEError):
+    """A request failed.
+
+    Attributes:
+        status: of the HTTP answer; None if there was none.
+        said: what the server wrote, in one line without the key.
+    """
+
+    def __init__(self, message: str, status: int | None = None, said: str = "") -> None:
+        super().__init__(message)
+        self.status, self.said = status, said
+
+
+class ServerGoneError(ServerError):
     """No further request can succeed: the server, the key or the money is missing."""
 
 
@@ -27,7 +42,7 @@ class FailedError(ServerGoneError):
     """The server fails at a request, however often it is repeated."""
 
 
-class RefusedError(PoSEError):
+class RefusedError(ServerError):
     """The server will never accept this request, but it may accept others."""
 
 
@@ -60,6 +75,7 @@ class Server:
         option: how the user names the model, for messages.
 
     Attributes:
+        slow: what an error says of an answer that took too long; {} are the seconds.
         address: the URL without a password.
         model: the model's name on the server.
         window: the longest prompt with its answer, in tokens; None if the server does not state it.
@@ -68,6 +84,8 @@ class Server:
     Raises:
         PoSEError: the package openai is missing, the server does not answer, or it does not have the model.
     """
+
+    slow = "no answer within {:g} seconds; use shorter --lengths"
 
     def __init__(
         self,
@@ -84,7 +102,7 @@ class Server:
             raise PoSEError(f"--url {without_password(url)} needs the package openai; pip install openai") from None
         self._openai: Any = openai
         self._clean = Cleaner(secrets_of(key or "", url))
-        self.address = without_password(url)
+        self.address, self._timeout, self._option = without_password(url), timeout, option
         self.client = openai.OpenAI(
             base_url=url,
             # The client would otherwise send what OPENAI_API_KEY holds to any server.
@@ -94,30 +112,33 @@ class Server:
             # A redirect would carry prompts and key to an address that the user has not given.
             http_client=openai.DefaultHttpxClient(follow_redirects=False),
         )
-        self.model, self.window = self._model(model, option)
+        self.model = model or ""
+        self.model, self.window = self._model(model)
 
-    def _model(self, wanted: str | None, option: str) -> tuple[str, int | None]:
+    def _model(self, wanted: str | None) -> tuple[str, int | None]:
         """Return the model's name, and the window that the server states, if it does."""
         facts = self._models()
         if wanted is None and len(facts) != 1:
-            raise PoSEError(f"--url {self.address} lists {', '.join(facts) or 'no model'}; choose one with {option}")
+            listed = ", ".join(facts) or "no model"
+            raise PoSEError(f"--url {self.address} lists {listed}; choose one with {self._option}")
         if wanted is not None and wanted not in facts:
             # `transformers serve` loads any folder, and lists only what is in the cache of the hub.
             if not facts or Path(wanted).is_dir():
                 return wanted, None
-            raise PoSEError(f"{option} {wanted}: the server at {self.address} has {', '.join(facts)}")
+            raise PoSEError(f"{self._option} {wanted}: the server at {self.address} has {', '.join(facts)}")
         name = wanted or next(iter(facts))
         # llama.cpp states it one level deeper.
-        stated = [*map(facts[name].get, WINDOWS), (facts[name].get("meta") or {}).get("n_ctx")]
-        return name, next((int(each) for each in stated if each), None)
+        stated = [*map(facts[name].get, WINDOWS), at(facts[name], "meta", "n_ctx")]
+        return name, next((found for each in stated if (found := count(each))), None)
 
     def _models(self) -> dict[str, dict[str, Any]]:
         """Return what the server states of each model; {} if it cannot list them, which some servers cannot."""
         try:
-            listed = self._sent(self.client.models.list)
+            listed = at(self._sent(self.client.get, path="/models", cast_to=object), "data")
         except (RefusedError, FailedError):
             return {}
-        return {model.id: model.model_extra or {} for model in getattr(listed, "data", None) or []}
+        models = listed if isinstance(listed, list) else []
+        return {name: facts for facts in models if isinstance(name := at(facts, "id"), str)}
 
     def complete(self, prompt: str | list[int], tokens: int, stop: list[str] | None = None) -> Reply:
         """Continue a prompt greedily, by POST /completions.
@@ -135,7 +156,7 @@ class Server:
             self.client.completions.create,
             model=self.model, prompt=prompt, max_tokens=tokens, temperature=0, **more,
         )  # fmt: skip
-        return self._reply(answer, lambda choice: choice.text)
+        return self._reply(answer)
 
     def chat(self, text: str, tokens: int, stop: list[str] | None = None) -> Reply:
         """Answer a message greedily, by POST /chat/completions; arguments and errors as for `complete`."""
@@ -144,17 +165,21 @@ class Server:
             self.client.chat.completions.create,
             model=self.model, messages=[{"role": "user", "content": text}], max_tokens=tokens, temperature=0, **more,
         )  # fmt: skip
-        return self._reply(answer, lambda choice: choice.message.content)
+        return self._reply(answer)
 
-    def _reply(self, answer: Any, text_of: Any) -> Reply:
-        choices = getattr(answer, "choices", None)
-        if not choices:
-            start = self._clean.line(str(answer), 80)
-            raise ServerGoneError(
-                f"--url {self.address}: the answer is not a completion but {start!r}; a URL mostly ends in /v1"
-            )
-        usage = getattr(answer, "usage", None)
-        return Reply(text_of(choices[0]) or "", getattr(usage, "prompt_tokens", None))
+    def _reply(self, answer: Any) -> Reply:
+        found = as_json(answer)
+        choice = at(found, "choices", 0)
+        if choice is None:
+            raise self._no_completion(answer)
+        text = words_of(at(choice, "text") or at(choice, "message", "content"))
+        return Reply(text, count(at(found, "usage", "prompt_tokens")))
+
+    def _no_completion(self, answer: Any) -> ServerGoneError:
+        start = self._clean.line(str(answer), 80)
+        return ServerGoneError(
+            f"--url {self.address}: the answer is not a completion but {start!r}; a URL mostly ends in /v1"
+        )
 
     def _sent(self, call: Any, **parameters: Any) -> Any:
         try:
@@ -164,27 +189,66 @@ class Server:
         except self._openai.APIError as error:
             # A lost connection, a timeout, or a body that is not JSON.
             cause = error.__cause__ or error
-            why = self._clean.line(f"{type(cause).__name__}: {cause}")
-            raise ServerGoneError(f"--url {self.address}: the server does not answer ({why})") from None
+            name = type(cause).__name__
+            why = self._clean.line(f"{name}: {cause}")
+            if isinstance(error, self._openai.APITimeoutError) and name != "ConnectTimeout":
+                raise ServerGoneError(f"--url {self.address}: {self.slow.format(self._timeout)}", said=why) from None
+            raise ServerGoneError(f"--url {self.address}: the server does not answer ({why})", said=why) from None
 
-    def _of_status(self, error: Any) -> PoSEError:
-        status, body = error.status_code, error.body if isinstance(error.body, dict) else {}
-        said = self._clean.line(f"{status}: {body.get('message') or error.message}")
-        where = f"--url {self.address}: the server refuses"
+    def _of_status(self, error: Any) -> ServerError:
+        body = error.body if isinstance(error.body, dict) else {}
+        words = body.get("message") or body.get("detail") or error.message
+        said = self._clean.line(f"{error.status_code}: {words}")
+        kind, message = self._judged(error, said)
+        return kind(message, error.status_code, said)
+
+    def _judged(self, error: Any, said: str) -> tuple[type[ServerError], str]:
+        """Return what a status means for further requests, and the message."""
+        status, refuses = error.status_code, f"--url {self.address}: the server refuses"
         if status in (401, 403):
-            return ServerGoneError(f"{where} every request ({said}); name the key's variable with --key-variable")
+            return ServerGoneError, f"{refuses} every request ({said}); name the key's variable with --key-variable"
         if status == 402 or "insufficient_quota" in (error.code, error.type):
-            return ServerGoneError(f"{where} every request without payment ({said})")
+            return ServerGoneError, f"{refuses} every request without payment ({said})"
         if status in (408, 409, 429):
-            return ServerGoneError(f"{where} more requests ({said}); send fewer at a time")
+            return ServerGoneError, f"{refuses} more requests ({said}); send fewer at a time"
         if 300 <= status < 400:
             to = self._clean.line(without_password(error.response.headers.get("location", "nowhere")))
-            return ServerGoneError(f"--url {self.address} redirects to {to}; give that address if you trust it")
+            return ServerGoneError, f"--url {self.address} redirects to {to}; give that address if you trust it"
         if status == 413 or (status in (400, 422, 500) and TOO_LONG.search(said)):
-            return TooLongError(f"{where} this length ({said})")
+            return TooLongError, f"{refuses} this length ({said})"
+        if status in (400, 404, 422) and ("model" in said.lower() or repr(self.model) in said):
+            return RefusedError, f"{self._option} {self.model}: the server does not serve it ({said})"
         if status >= 500 and status != 501:
-            return FailedError(f"--url {self.address}: the server fails ({said})")
-        return RefusedError(f"{where} the request ({said})")
+            later = "; it may still load its model, so try later" if status == 503 else ""
+            return FailedError, f"--url {self.address}: the server fails ({said}){later}"
+        ending = "; a URL mostly ends in /v1" if status in (404, 405) else ""
+        return RefusedError, f"{refuses} the request ({said}){ending}"
+
+
+def as_json(answer: Any) -> Any:
+    """Return an answer of the openai client as dicts and lists. It does not check them, so any type may be there."""
+    return answer.to_dict(warnings=False) if hasattr(answer, "to_dict") else answer
+
+
+def at(value: Any, *path: str | int) -> Any:
+    """Return what is at a path in JSON, None if there is nothing."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def count(value: Any) -> int | None:
+    """Return a count of tokens, None for what cannot be one."""
+    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else None
+
+
+def words_of(content: Any) -> str:
+    """Return the content of a message as text: it is a text or a list of parts, and anything else counts as empty."""
+    parts = [at(part, "text") for part in content] if isinstance(content, list) else [content]
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def key_of(variable: str | None) -> str | None:

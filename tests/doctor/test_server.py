@@ -133,6 +133,14 @@ def test_a_smaller_window_of_the_server_is_a_warning(folder, capsys):
     assert "max_model_len=300" in capsys.readouterr().out
 
 
+def test_compared_prompts_fit_in_the_window_of_the_server(folder, capsys):
+    with Server(make_model(True), window=120) as server:
+        assert ask(server, "--like", folder) == 1
+        assert "applies the scaling" in capsys.readouterr().out
+        assert ask(server, "--like", folder, "--compare", "64,128") == 2
+    assert "--compare 128" in capsys.readouterr().err
+
+
 def test_refused_lengths_are_reported(capsys):
     with Server(make_model(True), window=40) as server:
         assert ask(server) == 1
@@ -162,6 +170,8 @@ class OddHandler(Handler):
             status = 401 if self.server.kind == "key" else 500
             return self.answer({"error": {"message": "Invalid API key"}}, status)
         model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "me", "meta": {"n_ctx": 1000}}
+        if self.server.kind == "odd values":
+            model |= {"id": "ti\x1b[2Jny", "max_model_len": "32k", "context_length": None, "meta": [1]}
         self.answer({"object": "list", "data": [model]})
 
     def write(self, body, kind):
@@ -177,6 +187,10 @@ class OddHandler(Handler):
         self.server.requests.append(asked)
         refusals = {
             "only chat": (not chat, 404, "Not Found"),
+            "chat model": (not chat, 404, "This is a chat model and not supported in the v1/completions endpoint."),
+            "nothing there": (True, 404, "Not Found"),
+            "no money": (True, 402, "Insufficient credits"),
+            "repeats the key": (True, 403, f"{self.headers['Authorization']} is not allowed"),
             "no log-probabilities": ("logprobs" in asked, 422, "Unexpected fields in the request: {'logprobs'}"),
             "only streams": (not asked.get("stream"), 400, "stream must be true"),
             "wrong name": (True, 404, "The model `tiny` does not exist."),
@@ -186,6 +200,11 @@ class OddHandler(Handler):
         applies, status, message = refusals.get(kind, (False, 0, ""))
         if applies:
             return self.answer({"error": {"message": message}}, status)
+        if kind == "redirects":
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:1/v1/completions")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         if kind == "slow":
             threading.Event().wait(1)
         prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
@@ -198,6 +217,11 @@ class OddHandler(Handler):
         counted = len(read if kind == "cuts" else words)
         usage = {"prompt_tokens": counted, "completion_tokens": 1, "total_tokens": counted + 1}
         answer = {"id": "1", "created": 0, "model": "tiny", "choices": [choice], "usage": usage}
+        if kind == "odd values":
+            answer["choices"] = [{"text": [{"text": text}, 5], "logprobs": "none"}]
+            answer["usage"] = {"prompt_tokens": "many"}
+        if kind == "no choice":
+            answer["choices"] = []
         answer["object"] = "chat.completion" if chat else "text_completion"
         if not asked.get("stream"):
             return self.answer(answer)
@@ -209,6 +233,13 @@ class OddHandler(Handler):
     [
         ("plain", 0, "finds the number"),
         ("only chat", 0, "finds the number"),
+        ("chat model", 0, "finds the number"),
+        ("odd values", 0, "finds the number"),
+        ("no choice", 2, "/v1"),
+        ("nothing there", 2, "/v1"),
+        ("no money", 2, "Insufficient credits"),
+        ("redirects", 2, "redirects to http://127.0.0.1:1/v1"),
+        ("repeats the key", 2, "[key] is not allowed"),
         ("no log-probabilities", 0, "finds the number"),
         ("only streams", 0, "finds the number"),
         ("cuts", 2, "prompt_tokens=200"),
@@ -222,12 +253,16 @@ class OddHandler(Handler):
         ("slow", 2, "--timeout 0.1"),
     ],
 )
-def test_servers_that_behave_in_other_ways(kind, code, shown, capsys):
-    words = ["--timeout", "0.1"] if kind == "slow" else []
+def test_servers_that_behave_in_other_ways(kind, code, shown, capsys, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-secret-0123456789")
+    words = ["--key-variable", "MY_KEY", *(["--timeout", "0.1"] if kind == "slow" else [])]
     with Odd(kind) as server:
-        assert main(["doctor", "--url", server.url, "--lengths", "800", "--yes", *words]) == code
+        url = server.url.replace("//", "//me:pass-word-1@")
+        assert main(["doctor", "--url", url, "--lengths", "800", "--yes", *words]) == code
     captured = capsys.readouterr()
-    assert shown in captured.out + captured.err
+    output = captured.out + captured.err
+    assert shown in output
+    assert "sk-secret" not in output and "pass-word" not in output and "\x1b[2J" not in output
 
 
 def test_the_answers_as_json(capsys):
