@@ -210,3 +210,11 @@ def test_readme_and_the_smollm2_page_quote_the_results():
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     assert tables.summary(committed("smollm2")) in readme
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("command", "seconds"), committed("times")["seconds"].items())
+def test_the_readme_quotes_the_times_of_the_two_commands(command, seconds):
+    minutes, rest = divmod(seconds, 60)
+    time = f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    (line,) = re.findall(rf"^{command} .*$", (FOLDER.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.findall(r"\d+ min(?: \d+ s)?", line) == [time]

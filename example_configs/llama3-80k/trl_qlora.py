@@ -1,6 +1,6 @@
 """Llama-3-8B-Instruct from 8K to 80K with TRL: the published recipe (arXiv 2404.19553), or the same with PoSE.
 
-Run:       pip install "pose-plugin[trl]" bitsandbytes flash-attn
+Run:       pip install ".[trl]" bitsandbytes flash-attn
            torchrun --nproc_per_node 8 example_configs/llama3-80k/trl_qlora.py                 # whole rows
            python example_configs/llama3-80k/trl_qlora.py --train-length 8192 --output outputs/llama3-80k-pose
 Hardware:  8 GPUs of 80 GB for whole rows of 81,920 tokens. Published: 8 hours on 8 × A800 (80 GB). One GPU of 24 GB

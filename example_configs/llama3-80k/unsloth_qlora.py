@@ -1,6 +1,6 @@
 """Llama-3-8B-Instruct from 8K to 80K with Unsloth, which the published recipe (arXiv 2404.19553) used, on one GPU.
 
-Run:       pip install "pose-plugin[trl]" unsloth
+Run:       pip install ".[trl]" unsloth
            python example_configs/llama3-80k/unsloth_qlora.py                                  # PoSE, rows of 8,192
            python example_configs/llama3-80k/unsloth_qlora.py --train-length 81920 --output outputs/llama3-80k
 Hardware:  one GPU of 24 GB for PoSE, or of 80 GB for whole rows (estimated). Published for whole rows: 8 hours on 8 ×

@@ -200,13 +200,13 @@ def _finish(report: Report, output: Path, figures: bool) -> None:
     from pose_plugin.evaluation.report import markdown, write
     from pose_plugin.evaluation.run import writing
 
-    pictures = []
+    pictures: list[Any] = []
     with writing(output):
         if figures:
             from pose_plugin.evaluation.figures import draw
 
             pictures = draw(report, output)
-        written = [*write(report, output, pictures), *pictures]
+        written = [*write(report, output, pictures), *(file for each in pictures for file in (each.png, each.svg))]
     print(_examples(report) + markdown(report))
     print(f"\nWritten to {output}: {', '.join(path.name for path in written)}")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,36 @@ from pose_plugin.utils.plots import COLOURS, STYLE, require_matplotlib, tokens
 
 # Distinct in black and white too.
 MARKERS = "osD^vPX*"
+# With a fixed seed of its ids and without a date, an SVG of the same report has the same bytes.
+SVG: Any = {"svg.hashsalt": "pose-plugin"}
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a report.
+
+    Attributes:
+        png: the file for model cards; `svg` is next to it, for print and for the web page.
+        measure: name of the measure.
+        caption: what it shows, in sentences.
+    """
+
+    png: Path
+    measure: str
+    caption: str
+
+    @property
+    def svg(self) -> Path:
+        return self.png.with_suffix(".svg")
+
+
+def draw(report: Report, folder: Path) -> list[Picture]:
     """Draw a picture of each measure and kind: a line per model over the lengths, a heat map over lengths and depths.
 
     A heat map takes the place of the lines if there are several kinds.
 
     Returns:
-        the files written, e.g. passkey.png, passkey_depth.png, perplexity.png, needle_single.png.
+        the pictures, e.g. passkey.png, passkey_depth.png, perplexity.png, needle_single.png, each also as SVG.
 
     Raises:
         PoSEError: matplotlib is missing.
@@ -42,13 +64,76 @@ def draw(report: Report, folder: Path) -> list[Path]:
             deep = any(by_depth for _, by_depth in cells)
             if not deep or len(kinds) == 1:
                 path = folder / (f"{name}.png" if len(kinds) == 1 else f"{name}_{kind}.png")
-                written.append(lines(report, path, measure, [(i, who, r.by_length(kind)) for i, who, r in own]))
+                series = [(i, who, r.by_length(kind)) for i, who, r in own]
+                lines(report, path, measure, series)
+                rows = [row for _, _, found in series for row in found.values()]
+                written.append(Picture(path, name, line_caption(report, measure, kind, rows)))
             if deep:
-                written.append(heat_map(report, folder / f"{name}_{kind or 'depth'}.png", measure, cells))
+                path = folder / f"{name}_{kind or 'depth'}.png"
+                heat_map(report, path, measure, cells)
+                rows = [row for _, found in cells for row in found.values()]
+                written.append(Picture(path, name, heat_map_caption(report, measure, kind, rows)))
     return written
 
 
-def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple[int, str, dict[int, Row]]]) -> Path:
+def line_caption(report: Report, measure: type[Measure], kind: str, rows: list[Row]) -> str:
+    """Return what a picture of `lines` shows: the axes, the points, the bars and the marks."""
+    said = [f"{_subject(measure, kind)} by {_plain(measure.x_label)}."]
+    if measure.higher_is_better:
+        said.append(f"A point is the mean of {_count(rows)} answers. Its bar is the 95 % interval of Wilson (1927).")
+        if len(report.models) > 1:
+            said.append("The points of different models are moved apart a little, so that none hides another.")
+    else:
+        said.append("Lower is better.")
+    trained, target = _marks(report, {row.length for row in rows})
+    if trained:
+        said.append(f"The grey area is the trained window, {trained} tokens.")
+    if target:
+        said.append(f"The dashed line is the target window, {target} tokens.")
+    return " ".join(said)
+
+
+def heat_map_caption(report: Report, measure: type[Measure], kind: str, rows: list[Row]) -> str:
+    """Return what a picture of `heat_map` shows: the axes, the cells and the marks."""
+    said = [
+        f"{_subject(measure, kind)} in per cent, by {_plain(measure.x_label)} and {measure.depth_label}.",
+        f"0 % is the start of the prompt. A cell is the mean of {_count(rows)} answers; grey ones were not measured.",
+    ]
+    if report.train_length:
+        said.append(f"Left of the solid line: within the trained window, {report.train_length} tokens.")
+    if report.target_length:
+        said.append(f"Left of the dashed line: within the target window, {report.target_length} tokens.")
+    return " ".join(said)
+
+
+def _subject(measure: type[Measure], kind: str) -> str:
+    label = _plain(measure.label)
+    return f"{label[0].upper()}{label[1:]}{f' ({kind})' if kind else ''}"
+
+
+def _plain(label: str) -> str:
+    """Return the label of an axis without its unit or scale in brackets."""
+    return label.partition(" (")[0]
+
+
+def _marks(report: Report, lengths: Iterable[int]) -> tuple[int | None, int | None]:
+    """Return the trained and the target window, each None if an axis over the lengths does not reach it."""
+    left, right = _limits(lengths)
+    trained, target = report.train_length or 0, report.target_length or 0
+    return trained if trained > left else None, target if left < target < right else None
+
+
+def _limits(lengths: Iterable[int]) -> tuple[float, float]:
+    ordered = sorted(lengths)
+    return ordered[0] / 1.25, ordered[-1] * 1.25
+
+
+def _count(rows: Iterable[Row]) -> str:
+    counts = sorted({row.n for row in rows})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple[int, str, dict[int, Row]]]) -> None:
     """Draw one line per model; for shares the bars are Wilson's 95 % intervals.
 
     Args:
@@ -80,7 +165,6 @@ def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple
         axes.set_ylabel(measure.label)
         axes.set_xlabel(measure.x_label)
         _legend(axes, [name for _, name, _ in series])
-    return path
 
 
 def _log_axis(axes: Any, values: list[float]) -> None:
@@ -99,7 +183,7 @@ def _log_axis(axes: Any, values: list[float]) -> None:
 
 def heat_map(
     report: Report, path: Path, measure: type[Measure], measured: list[tuple[str, dict[tuple[int, float], Row]]]
-) -> Path:
+) -> None:
     """Draw one panel per model: depth by length, the score in per cent as colour and number.
 
     Args:
@@ -144,25 +228,25 @@ def heat_map(
         bar = figure.colorbar(image, ax=grid, shrink=0.95, aspect=14 * rows, pad=0.015)
         bar.set_label(f"{measure.label} (%)")
         bar.outline.set_visible(False)
-    return path
 
 
 @contextmanager
 def _figure(
     path: Path, size: tuple[float, float] = (4.8, 2.9), rows: int = 1, columns: int = 1, grid: bool = False
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes (one, or with `grid` a list), saved at the end; no global state."""
+    """A figure and its axes (one, or with `grid` a list), saved at the end as PNG and SVG; no global state."""
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | SVG):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False)
         yield figure, (list(axes.flat) if grid else axes[0][0])
         figure.savefig(path)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def _look(index: int) -> dict[str, Any]:
@@ -178,18 +262,19 @@ def _length_axis(axes: Any, lengths: list[int], report: Report) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(lengths, [tokens(n) for n in lengths])
-    left, right = lengths[0] / 1.25, lengths[-1] * 1.25
+    left, right = _limits(lengths)
     axes.set_xlim(left, right)
+    trained, target = _marks(report, lengths)
     axes.grid(True, axis="y")
     above = {"transform": axes.get_xaxis_transform(), "va": "bottom", "fontsize": 7.5, "color": "#666666"}
-    if report.train_length and report.train_length > left:
-        end = min(report.train_length, right)
+    if trained:
+        end = min(trained, right)
         axes.axvspan(left, end, color="#f0f0f0", linewidth=0, zorder=0)
         axes.axvline(end, color="#999999", linewidth=0.8, zorder=0)
-        axes.text(end, 1.01, f"trained {tokens(report.train_length)}", ha="center", **above)
-    if report.target_length and left < report.target_length < right:
-        axes.axvline(report.target_length, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-        axes.text(report.target_length, 1.01, f"target {tokens(report.target_length)}", ha="center", **above)
+        axes.text(end, 1.01, f"trained {tokens(trained)}", ha="center", **above)
+    if target:
+        axes.axvline(target, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        axes.text(target, 1.01, f"target {tokens(target)}", ha="center", **above)
 
 
 def _mark_columns(axes: Any, lengths: list[int], report: Report) -> None:

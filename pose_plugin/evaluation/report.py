@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import base64
 import csv
+import datetime
 import io
 import json
 import math
+import platform
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pose_plugin._version import __version__
+from pose_plugin.checkpoints.record import hardware
 from pose_plugin.evaluation.best import best_by_measure, best_sentence
+from pose_plugin.evaluation.figures import Picture
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
 from pose_plugin.evaluation.results import ERRORS, FEWEST, ModelResult, Report, Row
@@ -26,9 +33,13 @@ ALIKE = (
     f"is below {ERRORS} of its standard errors, or there are fewer than {FEWEST})."
 )
 STYLE = (
-    "body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}img{max-width:100%}h2{font-size:1.1em}"
+    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "section{border-top:1px solid #ccc;margin-top:2em;padding-top:.5em}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}h2{font-size:1.15em;margin:1.2em 0 .5em}"
+    "figure{margin:1.5em 0}img{max-width:100%}figcaption,p.how{font-size:.87em;color:#555;max-width:52em}"
+    "table.left td,table.left th,table.best td:nth-child(2),table.best th:nth-child(2){text-align:left}"
 )
 Table = tuple[list[str], list[list[str]]]
 """Header and rows, the first column a name."""
@@ -39,6 +50,11 @@ def tables(report: Report) -> dict[str, Table]:
     found: dict[str, Table] = {}
     for name in report.measures:
         found |= _measured(report, MEASURES[name])
+    return found | _best(report)
+
+
+def _best(report: Report) -> dict[str, Table]:
+    """Return the table of the best models; {} with fewer than two models to compare."""
     best = best_by_measure(report)
     if best:
         rows = [
@@ -46,8 +62,8 @@ def tables(report: Report) -> dict[str, Table]:
              *(f"{b.values[m.name]:.3g}" if m.name in b.values else "-" for m in report.models)]
             for b in best
         ]  # fmt: skip
-        found["Best by measure"] = (["measure", "best", *(m.name for m in report.models)], rows)
-    return found
+        return {"Best by measure": (["measure", "best", *(m.name for m in report.models)], rows)}
+    return {}
 
 
 def _measured(report: Report, measure: type[Measure]) -> dict[str, Table]:
@@ -89,19 +105,55 @@ def _compared(report: Report, measure: type[Measure], lines: dict[str, dict[str,
 
 
 def sentences(report: Report) -> list[str]:
-    """Return what is shown below the tables: the best model, the windows, the definitions, and the notes."""
+    """Return what is shown below the tables: the best model, windows, definitions, notes, date and versions."""
+    names = report.measures
+    effective = [sentence for name in names for sentence in _effective(report, name)]
+    definitions = [sentence for name in names for sentence in _definitions(report, name)]
+    return [*_ranking(report), *_windows(report), *effective, *definitions, *_notes(report), written()]
+
+
+def _ranking(report: Report) -> list[str]:
     best = best_sentence(best_by_measure(report))
+    return [ALIKE, best] if best else []
+
+
+def _windows(report: Report) -> list[str]:
     known = {"Trained window": report.train_length, "target window": report.target_length}
     windows = ", ".join(f"{name}: {value} tokens" for name, value in known.items() if value)
-    effective = [
+    return [f"{windows}."] if windows else []
+
+
+def _effective(report: Report, name: str) -> list[str]:
+    """Return the sentence on the effective length by one measure, if it says how far back answers were."""
+    found = {m.name: m.results[name].k_max() for m in report.models if _far(m, name)}
+    return [
         f"Effective length by {name} (k_max): {', '.join(f'{who} {k_max}' for who, k_max in found.items())} tokens. Up "
         "to this distance from the end, at least 20 % is found at every distance."
-        for name in report.measures
-        if (found := {m.name: m.results[name].k_max() for m in report.models if _far(m, name)})
-    ]
-    definitions = dict.fromkeys(result.described for m in report.models for result in m.results.values())
-    notes = [f"Note ({m.name}): {note}" for m in report.models for note in m.notes]
-    return [*([ALIKE, best] if best else []), *([f"{windows}."] if windows else []), *effective, *definitions, *notes]
+    ] if found else []  # fmt: skip
+
+
+def _definitions(report: Report, name: str) -> list[str]:
+    return list(dict.fromkeys(m.results[name].described for m in report.models if name in m.results))
+
+
+def _notes(report: Report) -> list[str]:
+    """Return each note once, with the models that it is about."""
+    about: dict[str, list[str]] = {}
+    for model in report.models:
+        for note in model.notes:
+            about.setdefault(note, []).append(model.name)
+    return [f"Note ({', '.join(names)}): {note}" for note, names in about.items()]
+
+
+def written() -> str:
+    """Return the date, the hardware and the versions of this process, in a sentence."""
+    from torch import distributed
+
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    versions = {"pose-plugin": __version__, "Python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("torch", "transformers")}
+    listed = ", ".join(" ".join(each) for each in versions.items())
+    return f"Written on {datetime.date.today().isoformat()} on {hardware(ranks)}, with {listed}."
 
 
 def _far(model: ModelResult, name: str) -> bool:
@@ -115,22 +167,54 @@ def markdown(report: Report) -> str:
     return "\n\n".join([*parts, *sentences(report)]) + "\n"
 
 
-def html(report: Report, pictures: Sequence[Path] = ()) -> str:
-    """Return one file with tables and pictures inside."""
-    parts = []
-    for title, (header, rows) in tables(report).items():
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        parts.append(f"<h2>{escape(title)}</h2><table><tr>{head}</tr>{body}</table>")
-    for path in pictures:
-        data = base64.b64encode(path.read_bytes()).decode()
-        parts.append(f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></p>')
-    parts += [f"<p>{escape(sentence)}</p>" for sentence in sentences(report)]
+def html(report: Report, pictures: Sequence[Picture] = ()) -> str:
+    """Return one file: the models and the best ones, then tables, pictures and definition of each measure."""
+    parts = [f"<p>{escape(sentence)}</p>" for sentence in [written(), *_windows(report)]]
+    parts.append(_html_table("Models", _models(report), "left"))
+    parts += [_html_table(title, table, "best") for title, table in _best(report).items()]
+    parts += [f'<p class="how">{escape(sentence)}</p>' for sentence in _ranking(report)]
+    for name in report.measures:
+        parts.append("<section>")
+        parts += [_html_table(title, table) for title, table in _measured(report, MEASURES[name]).items()]
+        parts += [_html_figure(picture) for picture in pictures if picture.measure == name]
+        said = [*_effective(report, name), *_definitions(report, name)]
+        parts += [f'<p class="how">{_html_code(sentence)}</p>' for sentence in said]
+        parts.append("</section>")
+    parts += [f"<p>{_html_code(note)}</p>" for note in _notes(report)]
     body = "\n".join(parts)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{STYLE}</style>\n'
-        f"<h1>Evaluation</h1>\n{body}\n</html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Evaluation</title><style>{STYLE}</style>\n<h1>Evaluation</h1>\n{body}\n</html>\n"
     )
+
+
+def _models(report: Report) -> Table:
+    """Return where each model is and how far it reaches, as its config says."""
+    rows = []
+    for model in report.models:
+        rope = model.facts.get("rope_parameters") or {}
+        kind = str(rope.get("rope_type", "-")) + (f" × {rope['factor']:g}" if rope.get("factor") else "")
+        window = model.facts.get("max_position_embeddings") or model.facts.get("window") or "-"
+        rows.append([model.name, str(model.facts.get("path", "-")), f"{window}", kind])
+    return ["model", "folder or address", "window (tokens)", "RoPE"], rows
+
+
+def _html_table(title: str, table: Table, style: str = "") -> str:
+    header, rows = table
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<h2>{escape(title)}</h2><table class="{style}"><tr>{head}</tr>{body}</table>'
+
+
+def _html_figure(picture: Picture) -> str:
+    # As an image and not as elements of the page: the ids inside of several SVGs would clash.
+    data = base64.b64encode(picture.svg.read_bytes()).decode()
+    image = f'<img alt="{escape(picture.png.stem)}" src="data:image/svg+xml;base64,{data}">'
+    return f"<figure>{image}<figcaption>{escape(picture.caption)}</figcaption></figure>"
+
+
+def _html_code(sentence: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def to_json(report: Report) -> str:
@@ -193,13 +277,13 @@ def _common(details: Iterable[dict[str, Any]]) -> list[str]:
     return sorted(set.intersection(*each)) if each else []
 
 
-def write(report: Report, folder: str | Path, pictures: Sequence[Path] = ()) -> list[Path]:
+def write(report: Report, folder: str | Path, pictures: Sequence[Picture] = ()) -> list[Path]:
     """Write results.json, report.md, report.html and the CSV files.
 
     Args:
         report: what was measured.
         folder: created if it does not exist.
-        pictures: PNG files that `figures.draw` has written; report.html contains them.
+        pictures: what `figures.draw` has drawn; report.html contains the SVG files.
 
     Returns:
         the files written.

@@ -287,7 +287,7 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
     assert {"needle_single.png", "needle_kv.png", "longppl.png", "gap.png", "needle.csv", "longppl.csv", "gap.csv",
             "short.csv", "report.html", "report.md"} <= names  # fmt: skip
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == len([name for name in names if name.endswith(".png")])
+    assert page.count("data:image/svg+xml;base64,") == len([name for name in names if name.endswith(".png")])
     assert "Needle, single: mean score" in page and "Best by measure" in page
 
     # The same command again loads no model and measures nothing.

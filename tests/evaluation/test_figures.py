@@ -57,10 +57,12 @@ def drawn():
     ]
     kept = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, path: kept.__setitem__(path.name, figure))
+        patch.setattr(Figure, "savefig", lambda figure, path, **_: kept.__setitem__(path.name, figure))
         written = figures.draw(Report(models, 1024, 4096), Path("nowhere"))
-    assert [path.name for path in written] == list(kept)
-    return kept
+    assert [file.name for each in written for file in (each.png, each.svg)] == list(kept)
+    return {name: figure for name, figure in kept.items() if name.endswith(".png")} | {
+        each.png.stem: each.caption for each in written
+    }
 
 
 def lines(axes):
@@ -74,7 +76,7 @@ def lines(axes):
 
 def test_which(drawn):
     names = "gap passkey passkey_depth perplexity needle_single needle_kv longppl topics"
-    assert list(drawn) == [f"{name}.png" for name in names.split()]
+    assert list(drawn) == [f"{name}.png" for name in names.split()] + names.split()
 
 
 @pytest.mark.parametrize(
@@ -158,3 +160,20 @@ def test_heat_maps(drawn, name, expected, label):
     assert [panel.get_title() for panel in panels] == list(expected) and bar.get_ylabel() == label
     for panel in panels:
         assert {cell: v for cell, v in cells(panel).items() if v == v} == expected[panel.get_title()]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("passkey", ["Passkeys found by prompt length.", "mean of 8 answers", "95 %", "trained window, 1024",
+                     "target window, 4096"]),
+        ("passkey_depth", ["prompt length and depth of the key", "mean of 4 answers", "trained window, 1024"]),
+        ("perplexity", ["Perplexity by window size. Lower is better.", "target window, 4096"]),
+        ("needle_kv", ["Needles found (kv)", "mean of 1 answers"]),
+        ("gap", ["Loss of the moved tokens by farthest position. Lower is better."]),
+    ],
+)  # fmt: skip
+def test_captions_name_axes_counts_and_marks(drawn, name, shown):
+    assert all(part in drawn[name] for part in shown), drawn[name]
+    # Only what the axis reaches is drawn.
+    assert ("trained window" in drawn["longppl"], "target window" in drawn["longppl"]) == (False, False)

@@ -5,9 +5,11 @@ import json
 import math
 import re
 import struct
+from datetime import date
 
 import pytest
 
+from pose_plugin import __version__
 from pose_plugin.evaluation.figures import draw
 from pose_plugin.evaluation.report import csv_files, markdown, tables, write
 from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
@@ -67,8 +69,9 @@ def test_every_form_shows_every_cell_and_sentence(report, tmp_path):
             assert all(cell in found for row in [header, *rows] for cell in row), form
         sentences = ["Ten keys.", "Two texts. By length: 128: stride 64; 256: stride 128.", "Note (base): a < b"]
         sentences += ["Best over all measures: ", "Trained window: 128 tokens, target window: 256 tokens."]
+        sentences += [f"Written on {date.today().isoformat()} on ", f"with pose-plugin {__version__}, Python "]
         sentences += ["Effective length by passkey (k_max): base 128, PoSE | linear 256 tokens"]
-        assert [found.count(sentence) for sentence in sentences] == [1] * 6, form
+        assert [found.count(sentence) for sentence in sentences] == [1] * 8, form
 
 
 def test_tables_with_gaps():
@@ -153,7 +156,7 @@ def test_files(report, tmp_path):
     folder = tmp_path / "new" / "folder"
     write(report, folder)
     pictures = draw(report, folder)
-    written = [*write(report, folder, pictures), *pictures]
+    written = [*write(report, folder, pictures), *(picture.png for picture in pictures)]
     names = ["results.json", "report.md", *csv_files(report), "report.html"]
     assert [path.name for path in written] == [*names, "passkey.png", "passkey_depth.png", "perplexity.png"]
     data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -161,9 +164,11 @@ def test_files(report, tmp_path):
     assert data["models"][1]["passkey"]["scores"] == {"passkey/128": 1.0, "passkey/256": 0.8}
     assert data["models"][0]["path"] == "x"
     assert Result.from_dict(data["models"][0]["perplexity"]) == report.models[0].results["perplexity"]
-    assert (folder / "report.html").read_text(encoding="utf-8").count("data:image/png;base64,") == 3
-    for path in pictures:
-        head = path.read_bytes()[:24]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == 3
+    for picture in pictures:
+        assert f"<figcaption>{picture.caption}</figcaption>" in page
+        head = picture.png.read_bytes()[:24]
         width, height = struct.unpack(">II", head[16:24])
         assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 500 and height > 200
 
@@ -175,3 +180,22 @@ def test_what_is_not_finite_stays_readable(tmp_path):
     write(report, tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text())["models"][0]["perplexity"]["rows"]
     assert [row["score"] for row in kept] == [None, None] and kept[0]["details"] == {"loss": 900.0}
+
+
+def test_the_same_report_draws_the_same_bytes(report, tmp_path):
+    first = [picture.svg.read_bytes() for picture in draw(report, tmp_path)]
+    assert [picture.svg.read_bytes() for picture in draw(report, tmp_path)] == first
+
+
+def test_the_page_names_each_model_and_each_note_once(report, tmp_path):
+    report.models[1].facts = {
+        "path": "org/name",
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0},
+    }
+    for each in report.models:
+        each.notes[:] = ["`length` is 8"]
+    write(report, tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>org/name</td><td>2048</td><td>yarn × 4</td>" in page
+    assert page.count("Note (base, PoSE | linear): <code>length</code> is 8") == 1
