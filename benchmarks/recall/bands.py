@@ -9,6 +9,9 @@ from pose_plugin.evaluation.measures.haystack import Answer, band
 BANDS = (0, 2048, 4096, 8192, 16384, 24576, 32768)
 """Edges in tokens; band i holds distances from edge i (included) to edge i + 1 (excluded)."""
 
+FAR_BANDS = (*BANDS, 49152, 65536)
+"""Edges for haystacks of more than 32,768 tokens."""
+
 
 def by_band(answers: Iterable[Answer], edges: Sequence[int] = BANDS) -> dict[str, tuple[int, int]]:
     """Count (found, asked) in each band that has questions, the nearest band first, e.g. "8192-16384"."""

@@ -19,9 +19,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import RESULTS  # noqa: E402
-from recall.judge import NEAR, answers_of  # noqa: E402
+from recall.judge import answers_of, file_of  # noqa: E402
 from recall.rows import load_rows  # noqa: E402
-from recall.settings import LENGTH  # noqa: E402
+from recall.settings import FAR, LENGTH  # noqa: E402
+from recall.texts import NEAR  # noqa: E402
 
 DRAWS = 10_000
 
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("other", help="an arm, base, or an untrained rope such as yarn-4")
     parser.add_argument("--rope", default="yarn-4")
     args = parser.parse_args()
-    rows = load_rows(RESULTS / "recall.json")
+    length = FAR if args.rope == "yarn-8" else LENGTH
+    rows = [row for row in load_rows(RESULTS / file_of(length)) if row["length"] == length]
     for far, where in ((True, f"beyond {NEAR}"), (False, f"within {NEAR}")):
         shares = [shares_of(rows, name, args.rope, far) for name in (args.arm, args.other)]
         difference, low, high = bootstrap(*paired(*shares))
@@ -44,7 +46,7 @@ def shares_of(rows: list[dict[str, Any]], arm: str, rope: str, far: bool) -> dic
     """Collect the share of found facts by (haystack, seed) of one arm; an untrained model has the seed "".
 
     Args:
-        rows: of results/recall.json.
+        rows: of one length.
         arm: an arm of run.py, or the name of an untrained model.
         rope: of the arm.
         far: facts beyond the old window, or else those within it.
@@ -52,7 +54,7 @@ def shares_of(rows: list[dict[str, Any]], arm: str, rope: str, far: bool) -> dic
     found = {}
     for row in rows:
         trained = row["model"].startswith(f"{arm}-{rope}-")
-        if (trained or row["model"] == arm) and row["length"] == LENGTH:
+        if trained or row["model"] == arm:
             seed = row["model"].rpartition("-")[2] if trained else ""
             asked = [answer.found for answer in answers_of(row) if (answer.distance >= NEAR) == far]
             found[f"{row['text']}/{row['start']}", seed] = float(np.mean(asked))

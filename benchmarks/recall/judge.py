@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/recall/judge.py base yarn-4 outputs/recall/pose_skip-yarn-4-1
     python benchmarks/recall/judge.py base --length 8128
+    python benchmarks/recall/judge.py yarn-8 --length 65472                      # on a GPU
     python benchmarks/recall/judge.py --pilot linear-4 ntk-4 yarn-4 yarn-8 --haystacks 1
     python benchmarks/recall/judge.py --table
 
 MODEL is `base`, an untrained rope (`yarn-4`: the kind and its factor), or a folder of run.py. Every model reads the
-same haystacks. Results go to results/recall.json; with --pilot the texts are those of the calibration, and the results
-go to results/recall_pilot.json.
+same haystacks. Results go to results/recall.json, and those of 65,472 tokens to recall_64k.json. With --pilot the texts
+are those of the calibration, and the results go to results/recall_pilot.json.
 """
 
 from __future__ import annotations
@@ -26,15 +27,13 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import RESULTS, machine, markdown  # noqa: E402
 from recall import texts  # noqa: E402
-from recall.bands import BANDS, by_band  # noqa: E402
+from recall.bands import BANDS, FAR_BANDS, by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
-from recall.settings import COUNT, JUDGED, LENGTH, PILOT, WITHIN, WORDING, Place  # noqa: E402
+from recall.settings import COUNT, FAR, JUDGED, JUDGED_FAR, LENGTH, PILOT, WITHIN, WORDING, Place  # noqa: E402
+from recall.texts import NEAR  # noqa: E402
 
 from pose_plugin.evaluation.generation import cached  # noqa: E402
 from pose_plugin.evaluation.measures.haystack import Answer, ask, build  # noqa: E402
-
-NEAR = 8192
-"""The base's window in tokens: nearer facts tell about the old window, farther ones about the new one."""
 
 
 def main() -> None:
@@ -44,16 +43,30 @@ def main() -> None:
     parser.add_argument("--pilot", action="store_true", help="on the texts of the calibration")
     parser.add_argument("--haystacks", type=int, help="how many of them; default: all")
     parser.add_argument(
-        "--length", type=int, default=LENGTH, help=f"tokens of a haystack; {WITHIN} fits the base's window"
+        "--length",
+        type=int,
+        default=LENGTH,
+        help=f"tokens of a haystack; {WITHIN} fits the base's window, {FAR} that of yarn-8",
     )
     parser.add_argument("--table", action="store_true", help="print what has been measured")
     args = parser.parse_args()
-    output = RESULTS / ("recall_pilot.json" if args.pilot else "recall.json")
-    places = (PILOT if args.pilot else JUDGED)[: args.haystacks]
+    output = RESULTS / ("recall_pilot.json" if args.pilot else file_of(args.length))
+    judged = JUDGED_FAR if args.length > LENGTH else JUDGED
+    places = (PILOT if args.pilot else judged)[: args.haystacks]
     for model in args.models:
         judge(model, places, args.length, output)
     if args.table or not args.models:
         print(table(load_rows(output)))
+
+
+def file_of(length: int) -> str:
+    """Return the file of results for haystacks of a length."""
+    return "recall_64k.json" if length > LENGTH else "recall.json"
+
+
+def edges_of(length: int) -> tuple[int, ...]:
+    """Return the edges of the bands for haystacks of a length."""
+    return FAR_BANDS if length > LENGTH else BANDS
 
 
 def judge(name: str, places: Sequence[Place], length: int, output: Path) -> None:
@@ -82,13 +95,14 @@ def one(model: Any, tokenizer: Any, place: Place, length: int) -> dict[str, Any]
     from pose_plugin.evaluation.model import evaluating
 
     filler = texts.ids(tokenizer, place.text)[place.start : place.start + length]
-    haystack = build(tokenizer, WORDING, filler, length, round(COUNT * length / LENGTH), place.seed)
+    facts = min(round(COUNT * length / LENGTH), len(WORDING.names))
+    haystack = build(tokenizer, WORDING, filler, length, facts, place.seed)
     begin = time.process_time()
     with evaluating(model):
         answers = ask(model, tokenizer, cached(model, haystack.ids), haystack.facts, WORDING.question)
     return {
         **asdict(place), "cpu_s": round(time.process_time() - begin),
-        "bands": {band: list(counts) for band, counts in by_band(answers).items()},
+        "bands": {band: list(counts) for band, counts in by_band(answers, edges_of(length)).items()},
         "answers": [[a.name, a.key, a.distance, a.answer, a.found] for a in answers],
     }  # fmt: skip
 
@@ -115,12 +129,13 @@ def answers_of(row: dict[str, Any]) -> list[Answer]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Found of asked by model and band over all haystacks, and the share beyond the old window."""
-    bands = [f"{low}-{high}" for low, high in itertools.pairwise(BANDS)]
+    edges = edges_of(max((row["length"] for row in rows), default=0))
+    bands = [f"{low}-{high}" for low, high in itertools.pairwise(edges)]
     lines = []
     for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["length"]) == (model, length)]
         answers = [answer for row in mine for answer in answers_of(row)]
-        counts = by_band(answers)
+        counts = by_band(answers, edges)
         shares = [share([a for a in answers if (a.distance >= NEAR) == far]) for far in (False, True)]
         cells = ["/".join(map(str, counts[band])) if band in counts else "–" for band in bands]
         lines.append([model, str(length), str(len(mine)), *cells, *shares])

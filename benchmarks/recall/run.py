@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/recall/run.py train ARM --seed 1 --rope yarn-4    # about two hours of one core
     OMP_NUM_THREADS=1 python benchmarks/recall/run.py all                                # every run, in the order fixed
+    python benchmarks/recall/run.py all --rope yarn-8                                    # to 65,536 tokens, on a GPU
     python benchmarks/recall/run.py state                                                # what is done
 
-Arms: no_skip, pose_skip, pose_window, clamped, full_length. Ropes: yarn-4, linear-4. Needs Axolotl.
+Arms: no_skip, pose_skip, pose_window, clamped, full_length. Ropes: yarn-4, linear-4, yarn-8. Needs Axolotl.
 Each finished run adds a row to results/recall_training.json. Judge the models with judge.py.
 """
 
@@ -44,6 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
 ROPES: dict[str, dict[str, Any]] = {
     "yarn-4": {"type": "yarn", "factor": 4},
     "linear-4": {"type": "linear", "factor": 4},
+    "yarn-8": {"type": "yarn", "factor": 8},
 }
 ORDER = [
     *((arm, "yarn-4", seed) for seed in (1, 2, 3) for arm in ("pose_skip", "no_skip")),
@@ -53,6 +55,11 @@ ORDER = [
     ("full_length", "yarn-4", 1),
 ]
 """Arm, rope and seed of all runs, as PREREGISTRATION.md has them."""
+ORDER_64K = [
+    *((arm, "yarn-8", seed) for seed in (1, 2, 3) for arm in ("pose_skip", "no_skip")),
+    ("pose_window", "yarn-8", 1),
+]
+"""The runs for a window of 65,536 tokens; judging them needs a GPU."""
 ROWS = 2000
 WINDOW = 512
 OUTPUT = RESULTS / "recall_training.json"
@@ -71,7 +78,7 @@ def main() -> None:
     if args.command == "state":
         print(state(args.work))
     elif args.command == "all":
-        for arm, rope, seed in ORDER:
+        for arm, rope, seed in ORDER_64K if args.rope == "yarn-8" else ORDER:
             train(args.work, arm, rope, seed, rows_of(arm))
     elif args.arm is None:
         parser.error("train needs an arm")
@@ -125,7 +132,8 @@ def configured(work: Path, arm: str, rope: str, seed: int, steps: int) -> Path:
         data.write_rows(tokenizer, data.read_plays(tokenizer, texts.FOLDER), rows_of(arm), window, seed, rows)
     config = yaml.safe_load((HERE / "train.yaml").read_text(encoding="utf-8"))
     place = work / name_of(arm, rope, seed)
-    config["pose"] |= {"rope": ROPES[rope], "seed": seed, **ARMS[arm]}
+    target = texts.NEAR * ROPES[rope]["factor"]
+    config["pose"] |= {"target_length": target, "rope": ROPES[rope], "seed": seed, **ARMS[arm]}
     config["datasets"][0]["path"] = str(rows)
     config |= {
         "base_model": str(texts.FOLDER / "model"), "dataset_prepared_path": str(work / "prepared"),

@@ -13,6 +13,9 @@ LENGTH, COUNT = 32704, 40
 WITHIN = 8128
 """Tokens of the shorter haystacks, which fit the base's own window in the same way."""
 
+FAR = 65472
+"""Tokens of the haystacks that fit a window of 65,536 tokens in the same way."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -31,4 +34,6 @@ WORDING = Wording(
     digits=4,
 )
 JUDGED = (Place("lcet10", 0, 1), Place("alice29", 0, 2), Place("topics", 0, 3))
+JUDGED_FAR = (Place("lcet10", 0, 1), Place("topics", 0, 2), Place("topics", 80_000, 3))
+"""For `FAR` tokens, which alice29 does not have."""
 PILOT = (Place("britannica", 0, 101), Place("plrabn12", 0, 102), Place("britannica", 40000, 103))

@@ -16,6 +16,8 @@ FOLDER = Path("outputs/smollm2")
 """The folder of benchmarks/smollm2/get.py: model, texts, downloads."""
 JUDGED = get.JUDGED
 CALIBRATING = ("plrabn12", "britannica")
+NEAR = 8192
+"""The base's window in tokens: nearer facts tell about the old window, farther ones about the new one."""
 
 
 def fetch(folder: Path = FOLDER) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -73,9 +75,11 @@ def test_every_run_is_one_that_the_plugin_takes(recall):
 
     run = recall("run")
     config = yaml.safe_load((ROOT / "benchmarks/recall/train.yaml").read_text(encoding="utf-8"))
-    for arm, rope, seed in run.ORDER:
-        settings = PoSESettings(**{**config["pose"], "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]})
-        assert settings.target_length == 32768 and settings.rope.factor == 4
+    for arm, rope, seed in run.ORDER + run.ORDER_64K:
+        target = recall("texts").NEAR * run.ROPES[rope]["factor"]
+        changed = {"target_length": target, "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]}
+        settings = PoSESettings(**config["pose"] | changed)
+        assert target == (65536 if rope == "yarn-8" else 32768)
         assert (settings.sampler == "none") == (arm in ("no_skip", "full_length"))
     assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
 
@@ -87,3 +91,37 @@ def test_a_torn_checkpoint_is_not_gone_on_from(recall, tmp_path):
         (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
     run.drop_torn_checkpoints(tmp_path)
     assert run.last_step(tmp_path) == 50
+
+
+def test_longer_haystacks_are_judged_on_other_texts_and_kept_in_another_file(recall, monkeypatch, tmp_path):
+    judge, settings = recall("judge"), recall("settings")
+    asked = []
+    monkeypatch.setattr(judge, "judge", lambda *args: asked.append(args))
+    for arguments in ("base", "base --length 8128", "yarn-8 --length 65472"):
+        monkeypatch.setattr("sys.argv", ["judge.py", *arguments.split()])
+        judge.main()
+    assert [(places, length, file.name) for _, places, length, file in asked] == [
+        (settings.JUDGED, 32704, "recall.json"),
+        (settings.JUDGED, 8128, "recall.json"),
+        (settings.JUDGED_FAR, 65472, "recall_64k.json"),
+    ]
+    answers = [judge.Answer("name", "1", distance, "1", True) for distance in (100, 60_000)]
+    assert list(judge.by_band(answers, judge.edges_of(65472))) == ["0-2048", "49152-65536"]
+
+
+def test_the_gpu_script_calls_the_commands_in_order_and_stops_at_its_limit(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "benchmarks/gpu/recall.sh")]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    asked = [line.split("recall/")[1] for line in done.stdout.splitlines() if "outputs" not in line]
+    assert asked == [
+        "judge.py base --length 65472",
+        "judge.py yarn-8 --length 65472",
+        "run.py all --rope yarn-8",
+        "judge.py --table --length 65472",
+    ]
+    done = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("stopped after 0 s")
