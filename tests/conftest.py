@@ -82,7 +82,8 @@ MARKS = {
         "synthesize/test_resume.py",
     ),
 }
-
+# From the longest to the shortest files.
+LONG = ("docs", "integration", "slow")
 
 # From this version on, transformers takes the linear attention of these models from flash-linear-attention, which comes
 # with Axolotl and needs a GPU. That package also registers another bitnet.
@@ -103,6 +104,8 @@ def pytest_collection_modifyitems(items):
         for mark, patterns in MARKS.items():
             if any(file.match(pattern) for pattern in patterns):
                 item.add_marker(mark)
+    # Long files first (see .ci/test): a worker that starts one last would keep the others waiting.
+    items.sort(key=lambda item: next((i for i, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
 
 
 @pytest.fixture
