@@ -55,7 +55,7 @@ def read(model: Any, input_ids: torch.Tensor, cache: Any = None, **forward: Any)
     Returns:
         the logits; the cache with the new tokens.
     """
-    # transformers 5.24 calls it cache; earlier versions, and models with code of their own, past_key_values.
+    # transformers 5.24 calls it cache; earlier versions, and models with their own code, past_key_values.
     renamed = "cache" in CausalLMOutputWithPast.__dataclass_fields__
     name = "cache" if renamed and not takes(model, "past_key_values") else "past_key_values"
     output = model(input_ids=input_ids, use_cache=True, **{name: cache}, **forward)

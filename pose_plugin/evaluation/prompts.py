@@ -49,7 +49,7 @@ class Haystack:
         return both[len(before) :] if both[: len(before)] == before else token_ids(self.tokenizer, text)
 
     def line(self, text: str) -> list[int]:
-        """Return the ids of `text` on a line of its own."""
+        """Return the ids of `text` on its own line."""
         return [*self.newline, *self.piece(text), *self.newline]
 
     def filler(self, count: int, start: float = 0.0) -> list[int]:
@@ -198,7 +198,7 @@ class PasskeyBuilder:
         return self.haystack.piece(self.template.answer.replace("{key}", key), after=self.template.question)
 
     def key_line(self, key: str) -> list[int]:
-        """Return the ids of the key sentence, on a line of its own."""
+        """Return the ids of the key sentence, on its own line."""
         return self.haystack.line(self.template.key_sentence.replace("{key}", key))
 
 

@@ -39,8 +39,8 @@ class ServedModel(Answerer):
         tokenizer: the model's tokenizer.
         form: "ids", "text" or "chat"; "auto": the first of them that the server takes.
         concurrency: requests at a time.
-        requests_per_minute: 0 is no limit.
-        max_requests: after so many requests PoSEError is raised; None is no limit.
+        requests_per_minute: 0 for no limit.
+        max_requests: after so many requests PoSEError is raised; None for no limit.
 
     Attributes:
         sent: requests so far, without the repeats of the openai client.

@@ -98,7 +98,7 @@ def require_older_form(saved: Saved, engine: str) -> None:
 def longrope_scale(saved: Saved) -> dict[str, Any]:
     """Return the rope override that gives vLLM and SGLang longrope's scale of cos and sin; {} if not needed.
 
-    Both compute it by a formula of their own unless `long_mscale` gives it.
+    Both compute it with their own formula unless `long_mscale` gives it.
     """
     scale = saved.rope.get("attention_factor")
     if saved.kind != "longrope" or not scale or saved.rope.get("long_mscale"):

@@ -104,7 +104,7 @@ def parse_questions(content: str) -> tuple[list[Question], bool]:
         The questions, and whether the answer was complete.
 
     Raises:
-        UnusableError: there is no question.
+        UnusableError: the answer has no question.
     """
     found: list[Question] = []
     complete = True

@@ -138,7 +138,7 @@ class Server:
                         raise FaultError("the run was stopped before it was repeated")
                     server.repeated += 1
                 server.sent += 1
-                # Versions of the openai client use different libraries, and repeat after errors of their own.
+                # Versions of the openai client use different HTTP libraries, and retry after the errors of theirs only.
                 library = sys.modules[type(request).__module__.partition(".")[0]]
                 try:
                     # Their timeouts limit silence. A server that sends single bytes would hold a request forever.

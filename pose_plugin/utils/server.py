@@ -266,7 +266,7 @@ def key_of(variable: str | None) -> str | None:
 
 
 class Pace:
-    """Spaces requests evenly under a limit of requests and tokens per minute; 0 is no limit.
+    """Spaces requests evenly under a limit of requests and tokens per minute; 0 for no limit.
 
     Servers that count by the second would refuse a burst at the start of each minute.
     """

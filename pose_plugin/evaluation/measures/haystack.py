@@ -61,7 +61,7 @@ class Wording:
 
     Attributes:
         intro: the beginning of the text.
-        fact: one fact, on a line of its own.
+        fact: one fact, on its own line.
         question: what follows the text; the answer follows it. It may hold `{name}` only.
         names: what facts are about; each is used at most once in a haystack.
         digits: length of a key.
