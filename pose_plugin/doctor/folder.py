@@ -11,7 +11,7 @@ from typing import Any
 
 from pose_plugin.rope.read import FULL, text_config
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.findings import Finding
+from pose_plugin.utils.findings import Finding, Severity
 
 CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD = (
     "config.json",
@@ -40,6 +40,19 @@ class Problem:
     cause: str
     finding: Finding
     changes: Changes = field(default_factory=dict)
+
+
+def problem(
+    cause: str,
+    key: str,
+    value: Any,
+    happens: str,
+    fix: str = "",
+    severity: Severity = "warning",
+    changes: Changes | None = None,
+) -> Problem:
+    """Return a problem from the values of its finding."""
+    return Problem(cause, Finding(key, value, happens, fix, severity), changes or {})
 
 
 @dataclass(frozen=True)

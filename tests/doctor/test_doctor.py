@@ -123,8 +123,9 @@ def test_an_existing_output_is_left_alone(tmp_path, capsys):
 
 def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    sources = (ROOT / "pose_plugin" / "doctor" / "checks.py").read_text(encoding="utf-8")
-    causes = set(re.findall(r'_problem\(\s*"([^"]+)"', sources))
+    files = (ROOT / "pose_plugin" / "doctor" / "checks").glob("*.py")
+    sources = "".join(file.read_text(encoding="utf-8") for file in files)
+    causes = set(re.findall(r'problem\(\s*"([^"]+)"', sources))
     assert len(causes) > 25
     named = {cause for cause in causes if cause in page}
     # What the messages alone explain well enough.
