@@ -133,6 +133,7 @@ def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypa
     assert causes - named == rare | {"dynamic scaling", "new form only", "record and config differ"}
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "outputs" / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    write(tmp_path / "models" / "before", {"config.json": QWEN3})
     (shown,) = re.findall(r"^```\n(outputs/model:.*?)^```", page, re.M | re.S)
     for line in re.findall(r"^pose-plugin (doctor outputs.*)$", page, re.M):
         assert main(line.split()) == 1

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pose_plugin.doctor.folder import CONFIG, REMOVED, Changes, Folder, Problem, number, problem, whole
+from pose_plugin.doctor.folder import CONFIG, REMOVED, Folder, Problem, number, problem, whole
 
 # Kinds that transformers implements, and those that single families' own code reads.
 _KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "su", "llama3", "proportional", "mrope"}
 _KINDS |= {"deepseek_yarn", "telechat3-yarn", "gptj"}
 _USUAL = "default, linear, dynamic, yarn, longrope or llama3"
+# Keys of a rope dict that belong to the model and not to a kind of scaling.
+_OF_THE_FAMILY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Ratios of lengths that differ less than this are the same.
 _SAME = 0.01
 
@@ -33,23 +35,50 @@ def forms_disagree(folder: Folder) -> Iterator[Problem]:
     if not new or not old:
         return
     differing = [key for key in sorted(new.keys() | old.keys()) if _differs(key, new, old, top)]
-    if differing:
-        agree = [form for form in folder.forms() if _reaches(folder, form)]
-        other = {"rope_parameters": "rope_scaling", "rope_scaling": "rope_parameters"}
-        changes: Changes = {}
-        if len(agree) == 1:
-            changes = {CONFIG: {folder.place(other[agree[0]]): dict(new if agree[0] == "rope_parameters" else old)}}
-        yield problem(
-            "forms disagree",
-            differing[0],
-            f"{_of(differing[0], new)} in rope_parameters and {_of(differing[0], old)} in rope_scaling",
-            "transformers 5 reads rope_scaling if both are there, and engines differ, so the same folder has two ropes",
-            f"Keep {agree[0]}, which fits max_position_embeddings={folder.maximum}"
-            if changes
-            else "Keep the one that the model was trained with, or write the same values into both",
-            "error",
-            changes,
-        )
+    if not differing:
+        return
+    meant = _meant(folder, new, old)
+    fix = "Keep the one that the model was trained with, or write the same values into both"
+    if meant:
+        fits = f", which fits max_position_embeddings={folder.maximum}" if _reaches(folder, meant) else ""
+        fix = f"Write the values of {meant}{fits} into both"
+    yield problem(
+        "forms disagree",
+        differing[0],
+        f"{_of(differing[0], new)} in rope_parameters and {_of(differing[0], old)} in rope_scaling",
+        "transformers 5 reads rope_scaling if both are there, and engines differ, so the same folder has two ropes",
+        fix,
+        "error",
+        {CONFIG: _united(folder, new, old, top or inside, meant)} if meant else {},
+    )
+
+
+def _meant(folder: Folder, new: dict[str, Any], old: dict[str, Any]) -> str | None:
+    """Return the form that the model was trained with; None if that is not certain."""
+    reach = [form for form in folder.forms() if _reaches(folder, form)]
+    if len(reach) == 1:
+        return reach[0]
+    # transformers 5 writes rope_parameters by itself. Who added a scaling by hand has meant it.
+    by_hand = _of("rope_type", new) == "default" and _of("rope_type", old) != "default"
+    return "rope_scaling" if by_hand else None
+
+
+def _united(
+    folder: Folder, new: dict[str, Any], old: dict[str, Any], theta: float | None, meant: str
+) -> dict[tuple[str, ...], Any]:
+    """Return the changes that give both forms the same values: those of one, with the base and keys of the family."""
+    values = dict(new if meant == "rope_parameters" else old)
+    for key in _OF_THE_FAMILY:
+        if values.get(key) is None and (new.get(key) is not None or old.get(key) is not None):
+            values[key] = new[key] if new.get(key) is not None else old[key]
+    values["rope_type"] = values.pop("type", None) or values["rope_type"]
+    changes: dict[tuple[str, ...], Any] = {}
+    if theta is not None:
+        # Older readers look for it at the top only.
+        values["rope_theta"] = changes[folder.place("rope_theta")] = theta
+    for name, form in (("rope_parameters", new), ("rope_scaling", old)):
+        changes |= {folder.place(name, key): values.get(key, REMOVED) for key in values.keys() | form.keys()}
+    return changes
 
 
 def _of(key: str, values: dict[str, Any]) -> Any:

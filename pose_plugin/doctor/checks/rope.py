@@ -35,7 +35,7 @@ def factors(folder: Folder) -> Iterator[Problem]:
             f"rope_type={folder.kind} cannot be computed without it",
             f"Write {ratio:g}, max_position_embeddings / original" if ratio else "Write target / original window",
             "error",
-            {CONFIG: {folder.place(name, "factor"): ratio}} if ratio else {},
+            {CONFIG: {folder.place(form, "factor"): ratio for form in folder.forms()}} if ratio else {},
         )
     elif folder.factor is not None and folder.factor < 1:
         yield problem(
@@ -94,9 +94,11 @@ def original_missing(folder: Folder) -> Iterator[Problem]:
         None,
         f"readers take max_position_embeddings={folder.maximum} as the window before stretching, or fail; if it is the "
         "raised window, all frequencies are wrong",
-        f"Write {known}" if known else "Write the window of the model before it was extended",
+        f"Write {known}" if known else "Write the window of the model before training; --base names that model",
         severity,
-        {CONFIG: {folder.place(name, "original_max_position_embeddings"): known}} if known else {},
+        {CONFIG: {folder.place(form, "original_max_position_embeddings"): known for form in folder.forms()}}
+        if known
+        else {},
     )
 
 
@@ -105,21 +107,25 @@ def base_missing(folder: Folder) -> Iterator[Problem]:
     if folder.rope.get("rope_theta") is not None or not folder.text:
         return
     key = (str(folder.text.get("model_type")), whole(folder.text.get("vocab_size")) or 0)
-    usual = _BASES.get(key)
-    if folder.base is not None:
-        usual = number(folder.base.rope.get("rope_theta")) or usual
+    usual, source = _BASES.get(key), "this model's family"
+    if folder.base is not None and folder.base.rope.get("rope_theta") is not None:
+        usual, source = number(folder.base.rope["rope_theta"]), "the model before training"
+    inside = number((folder.new_form or {}).get("rope_theta"))
+    if inside is not None:
+        # transformers 5 reads rope_scaling instead of the whole of rope_parameters, with the base in it.
+        usual, source = inside, "rope_parameters"
     if folder.new_form is None and usual is None:
         return  # configs of 2023 name no base and mean the default
-    where = folder.place("rope_parameters", "rope_theta") if folder.new_form is not None else folder.place("rope_theta")
+    places = [folder.place("rope_parameters", "rope_theta")] if folder.new_form is not None and not inside else []
+    places += [folder.place("rope_theta")] if folder.old_form is not None or folder.new_form is None else []
     yield problem(
         "base missing",
         "rope_theta",
         None,
-        "readers use their default, 10000 in most classes"
-        + (f", where this model's family has {usual:g}" if usual else ""),
-        f"Write {usual:g}" if usual else "Write the base that the model was trained with",
+        "readers use their default, 10000 in most classes" + (f", where {source} has {usual:g}" if usual else ""),
+        f"Write {usual:g}" if usual else "Write the base that the model was trained with; --base names that model",
         "error" if usual else "warning",
-        {CONFIG: {where: usual}} if usual else {},
+        {CONFIG: dict.fromkeys(places, usual)} if usual else {},
     )
 
 
@@ -195,6 +201,17 @@ def notes(folder: Folder) -> Iterator[Problem]:
             f"{folder.factor:g}",
             "the factor applies to texts of every length, so short texts change a little too",
             f"For texts up to N tokens, a factor of N / {folder.original or 'original'} is enough",
+            "info",
+        )
+    if folder.kind == "linear" and folder.stretched and folder.maximum:
+        multiplied = round(folder.maximum * (folder.factor or 1))
+        yield problem(
+            "linear scaling",
+            f"{folder.forms()[-1]}.factor",
+            f"{folder.factor:g}",
+            f"vLLM and SGLang multiply the window by it, {multiplied}, and other engines take {folder.maximum}",
+            f"If the model was trained up to {folder.maximum}, start vLLM with --max-model-len {folder.maximum} and "
+            f"SGLang with --context-length {folder.maximum}",
             "info",
         )
     if folder.kind == "dynamic" and not folder.rope.get("alpha"):
