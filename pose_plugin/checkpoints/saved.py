@@ -121,7 +121,9 @@ class Saved:
             PoSEError: the config has none in any form.
         """
         text = self.text
-        found = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        new, old = text.get("rope_parameters") or {}, text.get("rope_scaling") or {}
+        # As transformers 5 reads them: the older form replaces the other one as a whole, base included.
+        found = {**new, FULL: {**new[FULL], **old}} if isinstance(new.get(FULL), dict) else old or new
         theta = text.get("rope_theta") or text.get("rotary_emb_base")
         if not found and theta is None and text.get("max_position_embeddings") is None:
             raise PoSEError(

@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         metavar="FOLDER",
         help="a model or adapter folder, or a hub name in the local cache",
     )
-    add("--base", help="the adapter's base, if adapter_config.json names another place")
+    add(
+        "--base",
+        help="the model before training: repairs take its base and window (default for an adapter: as its "
+        "adapter_config.json says)",
+    )
     add("--json", action="store_true", help="print one JSON object per folder instead of text")
     add("--mend", metavar="OUTPUT", help="write a copy of the folder with every certain repair")
     server = parser.add_argument_group("a running server")
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if args.mend:
             from pose_plugin.doctor.mend import write_mended
 
-            for file in write_mended(folder, problems, Path(args.mend)):
+            for file in write_mended(folder, Path(args.mend)):
                 print(f"wrote {args.mend}/{file}")
     return code
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pose_plugin.rope.read import FULL, text_config
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.findings import Finding
+from pose_plugin.utils.findings import Finding, Severity
 
 CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD = (
     "config.json",
@@ -42,6 +42,19 @@ class Problem:
     changes: Changes = field(default_factory=dict)
 
 
+def problem(
+    cause: str,
+    key: str,
+    value: Any,
+    happens: str,
+    fix: str = "",
+    severity: Severity = "warning",
+    changes: Changes | None = None,
+) -> Problem:
+    """Return a problem from the values of its finding."""
+    return Problem(cause, Finding(key, value, happens, fix, severity), changes or {})
+
+
 @dataclass(frozen=True)
 class Folder:
     """A model or an adapter on disk.
@@ -50,7 +63,7 @@ class Folder:
         path: its folder.
         files: the values of each JSON file that is there and holds an object.
         damaged: what is wrong with each of the other files.
-        base: the folder of the adapter's base, if it is an adapter and the base is on this machine.
+        base: the folder of the model before training, if it is on this machine: an adapter names its base.
     """
 
     path: Path
@@ -85,8 +98,10 @@ class Folder:
 
     @cached_property
     def rope(self) -> dict[str, Any]:
-        """The rope as transformers 5 reads it: rope_scaling comes before rope_parameters."""
+        """The rope as transformers 5 reads it: rope_scaling replaces rope_parameters, or updates one of several."""
         found = dict(self.old_form or self.new_form or {})
+        if self.new_form and FULL in self.text["rope_parameters"]:
+            found = {**self.new_form, **found}
         found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
         if found.get("rope_theta") is None:
             found["rope_theta"] = self.text.get("rope_theta")
@@ -160,7 +175,7 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
 
     Args:
         folder: a path, or a hub name whose files are in the local cache. Nothing is downloaded.
-        base: the adapter's base, if adapter_config.json names another place.
+        base: the model before training; default for an adapter: what its adapter_config.json names.
 
     Raises:
         PoSEError: no such folder, and no such model in the cache.
@@ -187,8 +202,10 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
             damaged[name] = f"holds a {type(values).__name__} instead of an object"
     above = None
     named = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
-    if named and ADAPTER in files:
+    if named:
         place = _located(str(named), path)
+        if base and place is None:
+            raise PoSEError(f"--base {base} is neither a folder nor a model in the local Hugging Face cache")
         above = read_folder(place) if place and place != path else None
     return Folder(path, files, damaged, above)
 

@@ -6,19 +6,34 @@ import copy
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.doctor.checks import diagnose
 from pose_plugin.doctor.folder import REMOVED, Folder, Problem
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import new_folder, write_json
 
-# In the order of the checks; of two changes of one key the first counts.
 _ROPE = ("rope_parameters", "rope_scaling")
+# More rounds than one repair can make possible after another.
+_ROUNDS = 5
 
 
-def mended(folder: Folder, problems: Iterable[Problem]) -> dict[str, dict[str, Any]]:
+def mended(folder: Folder) -> dict[str, dict[str, Any]]:
     """Return the changed files with their new values; {} if no problem has a certain repair."""
+    repaired, files = folder, dict[str, dict[str, Any]]()
+    for _ in range(_ROUNDS):  # only with the original window is it known how far the factor reaches
+        changed = _changed(repaired, diagnose(repaired))
+        if not changed:
+            break
+        files |= changed
+        repaired = replace(repaired, files={**repaired.files, **changed})
+    return files
+
+
+def _changed(folder: Folder, problems: Iterable[Problem]) -> dict[str, dict[str, Any]]:
+    """Return the files that the problems' own repairs change; of two changes of one key the first counts."""
     files: dict[str, dict[str, Any]] = {}
     done: set[tuple[str, tuple[str, ...]]] = set()
     for problem in problems:
@@ -44,7 +59,7 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
         values[key] = value
 
 
-def write_mended(folder: Folder, problems: Iterable[Problem], output: Path) -> list[str]:
+def write_mended(folder: Folder, output: Path) -> list[str]:
     """Write a copy of a folder with every certain repair. The folder itself is not changed.
 
     Files that stay as they are become hard links, or copies on another disk, so weights take no second space.
@@ -55,7 +70,7 @@ def write_mended(folder: Folder, problems: Iterable[Problem], output: Path) -> l
     Raises:
         PoSEError: no problem has a certain repair, or the output exists.
     """
-    changed = mended(folder, problems)
+    changed = mended(folder)
     if not changed:
         raise PoSEError(f"{folder.path}: no problem here has a repair that is certain to be right; follow the fixes")
     if output.exists():

@@ -37,6 +37,7 @@ class Rule:
         longrope_default: whether it takes the original window of a longrope model unless told another.
         kinds: of rope that it computes; it raises an error at others, if they are not in `dropped`.
         dropped: kinds that it silently computes as plain RoPE.
+        unstated: kinds for which it takes the window of the config as the original one, if that is not stated.
         yarn_keys: keys of yarn that it reads, in addition to the factor and the original window.
         own_longrope_scale: whether it computes the scale of longrope's cos and sin itself, without attention_factor.
         adapters: whether it serves a LoRA adapter on its base.
@@ -54,6 +55,7 @@ class Rule:
     longrope_default: bool = False
     kinds: frozenset[str] = _ALL
     dropped: frozenset[str] = frozenset()
+    unstated: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = _YARN
     own_longrope_scale: bool = False
     adapters: bool = False
@@ -80,8 +82,14 @@ _SGLANG_LENGTHS = (
 
 RULES = (
     # modeling_rope_utils.py, and generation/utils.py for the window.
-    Rule("transformers", "≥ 5", read_in="5.16.1", adapters=True),
-    Rule("transformers", "4", read_in="4.57.6", older=True, adapters=True),
+    Rule(
+        "transformers",
+        "≥ 5",
+        read_in="5.16.1",
+        unstated=frozenset({"yarn", "llama3", "longrope"}),
+        adapters=True,
+    ),
+    Rule("transformers", "4", read_in="4.57.6", older=True, unstated=frozenset({"yarn"}), adapters=True),
     # vllm/config/model.py (`_get_and_verify_max_len`), transformers_utils/model_arch_config_convertor.py, and
     # model_executor/layers/rotary_embedding.
     Rule(
@@ -209,6 +217,8 @@ def taken(rule: Rule, saved: Saved) -> Taken:
     kind = rope["rope_type"]
     if kind not in rule.kinds | rule.dropped:
         raise PoSEError(f"{rule.engine} {rule.versions} does not support rope_type={kind}")
+    if kind in rule.unstated:
+        rope.setdefault("original_max_position_embeddings", saved.maximum)
     default, most = _window(rule, saved, rope)
     if kind in rule.dropped:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)

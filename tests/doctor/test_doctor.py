@@ -123,8 +123,9 @@ def test_an_existing_output_is_left_alone(tmp_path, capsys):
 
 def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    sources = (ROOT / "pose_plugin" / "doctor" / "checks.py").read_text(encoding="utf-8")
-    causes = set(re.findall(r'_problem\(\s*"([^"]+)"', sources))
+    files = (ROOT / "pose_plugin" / "doctor" / "checks").glob("*.py")
+    sources = "".join(file.read_text(encoding="utf-8") for file in files)
+    causes = set(re.findall(r'problem\(\s*"([^"]+)"', sources))
     assert len(causes) > 25
     named = {cause for cause in causes if cause in page}
     # What the messages alone explain well enough.
@@ -132,6 +133,7 @@ def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypa
     assert causes - named == rare | {"dynamic scaling", "new form only", "record and config differ"}
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "outputs" / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    write(tmp_path / "models" / "before", {"config.json": QWEN3})
     (shown,) = re.findall(r"^```\n(outputs/model:.*?)^```", page, re.M | re.S)
     for line in re.findall(r"^pose-plugin (doctor outputs.*)$", page, re.M):
         assert main(line.split()) == 1

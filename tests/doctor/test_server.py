@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,7 +13,9 @@ pytest.importorskip("openai")
 from pose_plugin import extend_context
 from pose_plugin.cli import doctor
 from pose_plugin.cli.main import main
+from tests.evaluation.model_server import ModelServer
 from tests.models import make_llama, make_tokenizer
+from tests.servers import Listening, completion
 
 # The tokenizer cuts words that begin with its special tokens w0, w1 and w2, so neither prompts nor answers have them.
 WORDS = " ".join(f"w{30 + i * 37 % 70}" for i in range(300))
@@ -37,63 +38,8 @@ def make_model(scaled: bool):
     return model
 
 
-class Server(ThreadingHTTPServer):
-    """Serves a model greedily, with or without log-probabilities, and refuses prompts beyond its window."""
-
-    def __init__(self, model, window=512, logprobs=True):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.model, self.window, self.logprobs = model.eval(), window, logprobs
-        self.tokenizer = make_tokenizer()
-        self.requests = []
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        return self
-
-    def __exit__(self, *error):
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *words):
-        pass
-
-    def answer(self, values, status=200):
-        body = json.dumps(values).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "me", "max_model_len": self.server.window}
-        self.answer({"object": "list", "data": [model]})
-
-    def do_POST(self):
-        import torch
-
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(asked)
-        ids = self.server.tokenizer(asked["prompt"])["input_ids"]
-        if len(ids) + asked["max_tokens"] > self.server.window:
-            return self.answer({"error": {"message": "too long"}}, 400)
-        made, scores = list(ids), []
-        with torch.inference_mode():
-            for _ in range(asked["max_tokens"]):
-                logits = self.server.model(input_ids=torch.tensor([made])).logits[0, -1].log_softmax(-1)
-                made.append(int(logits.argmax()))
-                scores.append(float(logits[made[-1]]))
-        text = "".join(f" w{i}" for i in made[len(ids) :])
-        choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
-        if self.server.logprobs and asked.get("logprobs"):
-            choice["logprobs"] = {"token_logprobs": scores, "tokens": text.split(), "top_logprobs": None}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": len(scores), "total_tokens": len(made)}
-        self.answer(
-            {"id": "1", "object": "text_completion", "created": 0, "model": "tiny", "choices": [choice], "usage": usage}
-        )
+def served(model, window=512, logprobs=True):
+    return ModelServer(model, make_tokenizer(), ("text",), window, logprobs=logprobs)
 
 
 @pytest.fixture
@@ -111,7 +57,7 @@ def ask(server, *words):
 @pytest.mark.parametrize("logprobs", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_an_ignored_scaling_is_found(folder, scaled, logprobs, capsys):
-    with Server(make_model(scaled), logprobs=logprobs) as server:
+    with served(make_model(scaled), logprobs=logprobs) as server:
         code = ask(server, "--like", folder)
     shown = capsys.readouterr().out
     assert ("ignores the scaling" in shown) == (not scaled) and ("applies the scaling" in shown) == scaled
@@ -121,20 +67,20 @@ def test_an_ignored_scaling_is_found(folder, scaled, logprobs, capsys):
 def test_the_cost_comes_before_the_requests(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: "n")
-    with Server(make_model(True)) as server:
+    with served(make_model(True)) as server:
         assert main(["doctor", "--url", server.url, "--like", str(folder)]) == 0
-        assert server.requests == []
+        assert server.log == []
     assert "13 requests" in capsys.readouterr().out
 
 
 def test_a_smaller_window_of_the_server_is_a_warning(folder, capsys):
-    with Server(make_model(True), window=300) as server:
+    with served(make_model(True), window=300) as server:
         assert ask(server, "--like", folder) == 1
     assert "max_model_len=300" in capsys.readouterr().out
 
 
 def test_compared_prompts_fit_in_the_window_of_the_server(folder, capsys):
-    with Server(make_model(True), window=120) as server:
+    with served(make_model(True), window=120) as server:
         assert ask(server, "--like", folder) == 1
         assert "applies the scaling" in capsys.readouterr().out
         assert ask(server, "--like", folder, "--compare", "64,128") == 2
@@ -142,90 +88,77 @@ def test_compared_prompts_fit_in_the_window_of_the_server(folder, capsys):
 
 
 def test_refused_lengths_are_reported(capsys):
-    with Server(make_model(True), window=40) as server:
+    with served(make_model(True), window=40) as server:
         assert ask(server) == 1
     assert "refused" in capsys.readouterr().out
 
 
 def test_no_server(capsys):
-    with Server(make_model(False)) as server:
+    with served(make_model(False)) as server:
         pass
     assert ask(server) == 2
     assert server.url in capsys.readouterr().err
 
 
-class Odd(Server):
+class Odd(Listening):
     """Needs no model: finds every number, and behaves as a real server of some kind does."""
 
     def __init__(self, kind):
-        ThreadingHTTPServer.__init__(self, ("127.0.0.1", 0), OddHandler)
-        self.kind, self.requests = kind, []
+        self.kind = kind
 
+    def facts(self):
+        # The name and the windows of a server that is broken or hostile.
+        odd = {"id": "ti\x1b[2Jny", "max_model_len": "32k", "context_length": None, "meta": [1]}
+        return odd if self.kind == "odd values" else {"meta": {"n_ctx": 1000}}
 
-class OddHandler(Handler):
-    def do_GET(self):
-        if self.server.kind == "web page":
-            return self.write(b"<!doctype html>", "text/html")
-        if self.server.kind in ("key", "no list"):
-            status = 401 if self.server.kind == "key" else 500
-            return self.answer({"error": {"message": "Invalid API key"}}, status)
-        model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "me", "meta": {"n_ctx": 1000}}
-        if self.server.kind == "odd values":
-            model |= {"id": "ti\x1b[2Jny", "max_model_len": "32k", "context_length": None, "meta": [1]}
-        self.answer({"object": "list", "data": [model]})
+    def list_models(self, client):
+        if self.kind == "web page":
+            client.send(200, b"<!doctype html>", {"Content-Type": "text/html"})
+        elif self.kind in ("key", "no list"):
+            client.refuse(401 if self.kind == "key" else 500, "Invalid API key")
+        else:
+            super().list_models(client)
 
-    def write(self, body, kind):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self):
-        kind, chat = self.server.kind, "chat" in self.path
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(asked)
+    def refusal(self, chat, asked, key):
+        """Return the status and the words by which this kind of server refuses a request, if it does."""
         refusals = {
             "only chat": (not chat, 404, "Not Found"),
             "chat model": (not chat, 404, "This is a chat model and not supported in the v1/completions endpoint."),
             "nothing there": (True, 404, "Not Found"),
             "no money": (True, 402, "Insufficient credits"),
-            "repeats the key": (True, 403, f"{self.headers['Authorization']} is not allowed"),
+            "repeats the key": (True, 403, f"{key} is not allowed"),
             "no log-probabilities": ("logprobs" in asked, 422, "Unexpected fields in the request: {'logprobs'}"),
             "only streams": (not asked.get("stream"), 400, "stream must be true"),
             "wrong name": (True, 404, "The model `tiny` does not exist."),
             "loading": (True, 503, "Loading model"),
             "broken": (True, 500, "no chat template"),
         }
-        applies, status, message = refusals.get(kind, (False, 0, ""))
-        if applies:
-            return self.answer({"error": {"message": message}}, status)
+        applies, *refusal = refusals.get(self.kind, (False,))
+        return refusal if applies else None
+
+    def handle(self, client, seen, raw):
+        kind, chat, asked = self.kind, "chat" in client.path, seen.body
+        refusal = self.refusal(chat, asked, client.headers["Authorization"])
+        if refusal:
+            return client.refuse(*refusal)
         if kind == "redirects":
-            self.send_response(307)
-            self.send_header("Location", "http://127.0.0.1:1/v1/completions")
-            self.send_header("Content-Length", "0")
-            return self.end_headers()
+            return client.send(307, b"", {"Location": "http://127.0.0.1:1/v1/completions"})
         if kind == "slow":
             threading.Event().wait(1)
-        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
-        words = prompt.split()
+        words = (asked["messages"][0]["content"] if chat else asked["prompt"]).split()
         read = words[-200:] if kind == "cuts" else words[: len(words) // 2] if kind == "reads the beginning" else words
         key = re.search(r"pass key is (\d+)\. Remember", " ".join(read))
         text = f" {key[1]}." if key else " green."
-        choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        counted = len(read if kind == "cuts" else words)
-        usage = {"prompt_tokens": counted, "completion_tokens": 1, "total_tokens": counted + 1}
-        answer = {"id": "1", "created": 0, "model": "tiny", "choices": [choice], "usage": usage}
+        answer = completion(text, len(read if kind == "cuts" else words), 1, chat)
         if kind == "odd values":
             answer["choices"] = [{"text": [{"text": text}, 5], "logprobs": "none"}]
             answer["usage"] = {"prompt_tokens": "many"}
         if kind == "no choice":
             answer["choices"] = []
-        answer["object"] = "chat.completion" if chat else "text_completion"
         if not asked.get("stream"):
-            return self.answer(answer)
-        self.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode(), "text/event-stream")
+            return client.reply(answer)
+        stream = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode()
+        client.send(200, stream, {"Content-Type": "text/event-stream"})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.synthesize.listening import Client, Listening, Seen
+from tests.servers import Client, Listening, Seen
 from tests.synthesize.server import Server
 
 # The proxy's own answer instead of the server's: "429 |said", "429 code|said" or "307 |address".

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.synthesize.listening import Client, Listening, Seen
+from tests.servers import Client, Listening, Seen, completion
 
 
 @dataclass
@@ -40,17 +40,8 @@ class Server(Listening):
     def _answer(self, client: Client, seen: Seen) -> None:
         text = seen.body["messages"][0]["content"]
         content = (self.write or write_answer)(text)
-        read, written = len(text) // 4, 50
-        reply = {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 0,
-            "model": seen.body["model"] + "-served",
-            "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}],
-            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
-        }
         seen.answered = True
-        client.send(200, json.dumps(reply).encode())
+        client.reply(completion(content, len(text) // 4, 50, chat=True, model=seen.body["model"] + "-served"))
 
 
 def documents_of(prompt: str) -> list[str]:

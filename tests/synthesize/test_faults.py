@@ -14,7 +14,7 @@ from pose_plugin.synthesize.answers import Questions
 from pose_plugin.synthesize.settings import Settings
 from pose_plugin.utils.clean import Cleaner
 from tests.forked import LIMIT
-from tests.synthesize.listening import held_port
+from tests.servers import held_port
 from tests.synthesize.proxy import REFUSALS, faulty
 from tests.synthesize.runs import arguments, lines, manifest
 from tests.synthesize.server import Server, write_answer

@@ -26,7 +26,7 @@ import pytest
 
 from pose_plugin.cli.main import main
 from tests.forked import LIMIT
-from tests.synthesize.listening import held_port
+from tests.servers import held_port
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest

@@ -1,4 +1,8 @@
-"""The base of the test server and the proxy: a free port, a thread per request, and a log of requests."""
+"""The base of all test servers and of the proxy: a free port, a thread per request, and a log of requests.
+
+tests/evaluation/model_server.py answers with a model, tests/synthesize/server.py with quotes from the prompt,
+tests/synthesize/proxy.py with faults, and tests/doctor/test_server.py as odd servers do.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +49,12 @@ class Listening:
     """A server on this machine, as a context manager. `handle` runs in one thread per request.
 
     Attributes:
+        name: of the only model.
         url: of this, up to /v1.
         log: every POST, in order of arrival.
     """
+
+    name = "tiny"
 
     def __enter__(self) -> Any:
         self.log: list[Seen] = []
@@ -74,12 +81,24 @@ class Listening:
     def handle(self, client: Client, seen: Seen, raw: bytes) -> None:
         raise NotImplementedError
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the list of models states of this one."""
+        return {}
+
+    def list_models(self, client: Client) -> None:
+        """Answer a GET."""
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "me", **self.facts()}
+        client.reply({"object": "list", "data": [model]})
+
 
 class Client(BaseHTTPRequestHandler):
     """The connection to one client."""
 
     owner: Listening
     protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.owner.list_models(self)
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))
@@ -107,5 +126,29 @@ class Client(BaseHTTPRequestHandler):
         self.wfile.flush()
         self.close_connection |= length is not None
 
+    def reply(self, values: dict[str, Any], status: int = 200) -> None:
+        self.send(status, json.dumps(values).encode())
+
+    def refuse(self, status: int, message: str) -> None:
+        self.reply({"error": {"message": message, "type": "invalid_request_error"}}, status)
+
     def log_message(self, *_: object) -> None:
         """Tests read `log`."""
+
+
+def completion(text: str, read: int, written: int, chat: bool = False, **values: Any) -> dict[str, Any]:
+    """Return a completion as OpenAI's API has it.
+
+    Args:
+        text: the answer.
+        read: tokens of the prompt.
+        written: tokens of the answer.
+        chat: whether it answers a chat message.
+        values: other values of the completion, or of its choice for the keys of a choice.
+    """
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
+    choice |= {key: values.pop(key) for key in ("finish_reason", "logprobs") if key in values}
+    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    kind = "chat.completion" if chat else "text_completion"
+    return {"id": "1", "object": kind, "created": 0, "model": "tiny", "choices": [choice], "usage": usage, **values}
