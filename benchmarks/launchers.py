@@ -159,6 +159,7 @@ def run(home: Path, line: Line) -> tuple[int, str]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": paths, "PATH": programs, "CUDA_VISIBLE_DEVICES": ""}
+    environment["AXOLOTL_DO_NOT_TRACK"] = "1"
     started = []
     for rank in range(line.machines):
         words = line.launch.replace("SCRIPT", script).replace("{rank}", str(rank)).replace(PORT, port)
@@ -210,7 +211,10 @@ def _distance(out: Path, one: Path) -> float | None:
 
     files = [[load_file(path) for path in sorted(folder.glob("*.safetensors"))] for folder in (out, one)]
     ours, theirs = ({name: value for file in each for name, value in file.items()} for each in files)
-    if not ours or ours.keys() != theirs.keys():
+    for weights in (ours, theirs):
+        # The base's head is its embedding, which DeepSpeed ZeRO-2 saves twice.
+        weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight"))
+    if None in ours.values() or ours.keys() != theirs.keys():
         return None
     return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
 

@@ -73,6 +73,12 @@ def main() -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
+    if args.deepspeed and not torch.cuda.is_available():
+        # With use_cpu, transformers does not start DeepSpeed's communication, and ZeRO-3 would count one process.
+        import deepspeed
+
+        deepspeed.init_distributed()
+
     # Before the model, so that ZeRO-3 shards it while it is loaded.
     training = SFTConfig(
         output_dir=args.output,

@@ -26,7 +26,7 @@ from pose_plugin.beacon.training import (
 )
 from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_supervised, require_undivided
-from pose_plugin.training.launch import report_launch
+from pose_plugin.training.launch import let_cpu_ranks_gather, report_launch
 from pose_plugin.training.precision import watch_small_steps
 from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError
@@ -86,6 +86,7 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     offer_trainer(trainer)
     watch_small_steps(trainer)
     report_launch(trainer)
+    let_cpu_ranks_gather(trainer)
     return callback
 
 

@@ -74,8 +74,6 @@ def _prepare_deepspeed(cfg: Any) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Its shared-memory all-reduce is compiled first, which takes a compiler and minutes. gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # ZeRO-2 gathers into views of weights with a gradient, which torch refuses for gloo.
-    torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
     choose = PartialState._prepare_backend
 
     def choose_gloo(state: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:

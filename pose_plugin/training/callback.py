@@ -30,7 +30,7 @@ from pose_plugin.training.checks import (
 )
 from pose_plugin.training.data_report import look_at_rows
 from pose_plugin.training.history import History
-from pose_plugin.training.launch import report_launch
+from pose_plugin.training.launch import let_cpu_ranks_gather, report_launch
 from pose_plugin.training.saving import (
     ModelCard,
     complete_card,
@@ -102,6 +102,7 @@ class PoSECallback(TrainerCallback):
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         report_launch(self.trainer)
+        let_cpu_ranks_gather(self.trainer)
         with together():
             self._check(model)
             rows = look_at_rows(self.trainer.train_dataset, self.collator)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
+
+import torch
 
 from pose_plugin.utils.log import log
 
@@ -63,6 +66,21 @@ def report_launch(trainer: Any) -> None:
         log.info("this run: %s", describe_launch(trainer))
         for warning in warnings_of_launch(trainer):
             log.warning(warning)
+
+
+def let_cpu_ranks_gather(trainer: Any) -> None:
+    """Let DeepSpeed ZeRO-1 and ZeRO-2 gather the weights on a CPU."""
+    if trainer.is_deepspeed_enabled and trainer.args.device.type == "cpu":
+        _gather_without_gradients()
+
+
+@functools.cache
+def _gather_without_gradients() -> None:
+    from deepspeed.comm.torch import TorchBackend
+
+    # After a step it writes into weights that require a gradient. gloo does so through views, which torch refuses
+    # while gradients are recorded.
+    TorchBackend.all_gather_into_tensor = torch.no_grad()(TorchBackend.all_gather_into_tensor)
 
 
 def _is_on(variable: str) -> bool:

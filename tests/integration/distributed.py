@@ -124,7 +124,6 @@ def on_cpu(strategy: str) -> None:
 
     - The examples name the DeepSpeed file relative to the root of the repository.
     - DeepSpeed compiles a shared-memory kernel for all-reduce on CPU, a minute with g++; gloo does without.
-    - ZeRO-2 gathers into tensors that require a gradient, which gloo refuses.
     - Without `use_cpu` accelerate finds no backend, and would run each rank alone. With it, accelerate would run DDP in
       place of FSDP. So FSDP gets a GPU whose name is "cpu" and backend gloo; no launch line does this.
     """
@@ -153,7 +152,6 @@ def on_cpu(strategy: str) -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.distributed.all_gather_into_tensor = torch.no_grad()(torch.distributed.all_gather_into_tensor)
 
 
 def frequencies(model: Any) -> dict[str, tuple[str, list[float]]]:

@@ -140,13 +140,14 @@ def test_the_table_of_the_page_is_the_committed_one():
 
 
 def test_measured_lines_train_what_one_process_trains():
-    """Or they fail, or a warning names what ran instead."""
+    """Or a warning names what ran instead. Only FSDP fails: it needs a GPU."""
     module, found = benchmark("launchers"), committed("launchers")["lines"]
     for name, line in module.LINES.items():
         result, alone = found[name], found[name.partition("-")[0]]
-        if result["code"]:
-            assert result["error"]
+        if name == "axolotl-fsdp2":
+            assert result["code"] and "fsdp_config needs a GPU" in result["error"]
             continue
+        assert result["code"] == 0
         assert result["run"].startswith(f"{result['ranks']} process") and result["self_tests"] == 1
         assert result["processes_recorded"] == result["ranks"] and result["maximum"] == module.TARGET
         if result["ranks"] < line.processes:
