@@ -19,6 +19,8 @@ ADAPTER = "adapter_config.json"
 NO_LIMIT = 10**18
 # Most families' classes have this base if their config names none.
 _USUAL_THETA = 10000.0
+# Kinds of rope that cannot be computed without original_max_position_embeddings.
+NEED_ORIGINAL = ("yarn", "llama3", "longrope")
 _BEACON = "POSE_PLUGIN_BEACON"
 
 
@@ -137,7 +139,15 @@ class Saved:
     @cached_property
     def rope(self) -> dict[str, Any]:
         """The flat rope dict of the layers that see far."""
-        return {"rope_theta": _USUAL_THETA, **self.rope_parameters.get(FULL, self.rope_parameters)}
+        rope = {"rope_theta": _USUAL_THETA, **self.rope_parameters.get(FULL, self.rope_parameters)}
+        return self._with_original(rope, NEED_ORIGINAL)
+
+    def _with_original(self, rope: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
+        """Phi-3 and its relatives state the original window next to the rope dict, and that counts."""
+        original = self.text.get("original_max_position_embeddings")
+        if original is None or rope["rope_type"] not in kinds:
+            return rope
+        return {**rope, "original_max_position_embeddings": original}
 
     @property
     def maximum(self) -> int:
@@ -173,7 +183,8 @@ class Saved:
     def older_rope(self) -> dict[str, Any]:
         """The flat rope dict that a reader of `rope_theta` and `rope_scaling` alone sees."""
         theta = self.text.get("rope_theta") or self.text.get("rotary_emb_base") or _USUAL_THETA
-        return {**normalise(self.text.get("rope_scaling") or {}), "rope_theta": float(theta)}
+        rope = {**normalise(self.text.get("rope_scaling") or {}), "rope_theta": float(theta)}
+        return self._with_original(rope, ("longrope",))
 
     @property
     def kind(self) -> str:

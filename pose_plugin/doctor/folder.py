@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.checkpoints.saved import NEED_ORIGINAL
 from pose_plugin.rope.read import FULL, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import Finding, Severity
@@ -106,7 +107,7 @@ class Folder:
         if found.get("rope_theta") is None:
             found["rope_theta"] = self.text.get("rope_theta")
         original = self.text.get("original_max_position_embeddings")
-        if original is not None and found["rope_type"] in ("llama3", "yarn", "longrope"):
+        if original is not None and found["rope_type"] in NEED_ORIGINAL:
             found["original_max_position_embeddings"] = original
         return found
 

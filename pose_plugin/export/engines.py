@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.checkpoints.saved import NEED_ORIGINAL, Saved
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, longrope_attention_factor, yarn_attention_factor
 from pose_plugin.utils.errors import PoSEError
 
@@ -194,10 +194,12 @@ def require_kind(engine: str, saved: Saved) -> None:
     """Check that an engine computes a folder's kind of rope.
 
     Raises:
-        PoSEError: it would compute plain RoPE instead, or stop.
+        PoSEError: it would compute plain RoPE instead, or stop, also for want of the original window.
     """
     for rule in rules_of(engine):
         if saved.kind in rule.kinds:
+            if saved.kind not in rule.unstated:
+                _require_original(rule, saved.rope)
             continue
         served = "silently serves it at the base's frequencies" if saved.kind in rule.dropped else "does not support it"
         known = ", ".join(sorted(rule.kinds & {"yarn", "llama3", "linear"}))
@@ -219,6 +221,7 @@ def taken(rule: Rule, saved: Saved) -> Taken:
         raise PoSEError(f"{rule.engine} {rule.versions} does not support rope_type={kind}")
     if kind in rule.unstated:
         rope.setdefault("original_max_position_embeddings", saved.maximum)
+    _require_original(rule, rope)
     default, most = _window(rule, saved, rope)
     if kind in rule.dropped:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)
@@ -232,6 +235,14 @@ def taken(rule: Rule, saved: Saved) -> Taken:
         own = longrope_attention_factor(saved.maximum / original, original)
         rope["attention_factor"] = rope.get("long_mscale") or own
     return Taken(default, most, rope)
+
+
+def _require_original(rule: Rule, rope: Mapping[str, Any]) -> None:
+    if rope["rope_type"] in NEED_ORIGINAL and not rope.get("original_max_position_embeddings"):
+        raise PoSEError(
+            f"{rule.engine} {rule.versions} needs original_max_position_embeddings for rope_type={rope['rope_type']}; "
+            "add the window before training: pose-plugin doctor --base … --mend …"
+        )
 
 
 def _window(rule: Rule, saved: Saved, rope: Mapping[str, Any]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
 from pose_plugin.doctor.engines import readings
-from tests.doctor.broken import BROKEN, LLAMA2, QWEN3, SMALL, new, yarn
+from tests.doctor.broken import BROKEN, LLAMA2, LLAMA3, LLAMA3_ROPE, PHI3, QWEN3, SMALL, new, yarn
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "tests" / "data" / "published_configs" / "models.jsonl"
@@ -94,14 +94,39 @@ def test_weights_are_linked_and_not_read(tmp_path):
     assert not (tmp_path / "mended" / "config.json").samefile(folder / "config.json")
 
 
-def test_it_needs_neither_torch_nor_transformers(tmp_path):
-    folder = write(tmp_path / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        f"from pose_plugin.cli.main import main\nsys.exit(main(['doctor', {str(folder)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 1 and "maximum not raised" in done.stdout, done.stderr
+def without_torch(folders):
+    command = [sys.executable, "-m", "tests.doctor.without_torch", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_folders_of_other_trainers_need_neither_torch_nor_transformers(tmp_path):
+    longrope = {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
+    configs = {
+        "yarn": {**QWEN3, "rope_scaling": yarn(4.0, 32768), "max_position_embeddings": 131072},
+        "llama3": {**LLAMA3, "rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072},
+        # Its original window is next to the rope dict.
+        "longrope": {**PHI3, "rope_scaling": longrope},
+    }
+    folders = [write(tmp_path / name, {"config.json": config}) for name, config in configs.items()]
+    for folder, answers in without_torch(folders).items():
+        assert answers.pop("check")[0] == 1, "without weights there is nothing to reload"
+        refused = {command for command, (code, _) in answers.items() if code}
+        # TGI computes longrope in its own way.
+        assert refused == ({"export --engine tgi"} if folder.endswith("longrope") else set()), answers
+
+
+def test_broken_folders_end_every_command_with_a_sentence(tmp_path):
+    folders = []
+    for number, (_, _, files, base, _) in enumerate(BROKEN):
+        folders.append(write(tmp_path / str(number) / "model", files))
+        if base:
+            write(tmp_path / str(number) / "base", {"config.json": base})
+    for answers in without_torch(folders).values():
+        for command, (code, sentence) in answers.items():
+            assert code in (0, 1, 2), command
+            assert code != 2 or command == "doctor" or sentence.startswith("pose-plugin"), sentence
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pose_plugin.checkpoints.saved import NEED_ORIGINAL
 from pose_plugin.doctor.folder import CONFIG, RECORD, Folder, Problem, number, problem, whole
 from pose_plugin.utils.findings import Severity
 
 _NEEDS_FACTOR = ("linear", "dynamic", "yarn", "llama3")
-_NEEDS_ORIGINAL = ("yarn", "llama3", "longrope")
 # (model type, vocabulary, largest base that was trained with that window, its window): models whose published windows
 # are known from the vocabulary.
 _TRAINED = (("llama", 32000, 10000.0, 4096), ("llama", 128256, 500000.0, 8192))
@@ -80,7 +80,7 @@ def maximum_not_raised(folder: Folder) -> Iterator[Problem]:
 
 def original_missing(folder: Folder) -> Iterator[Problem]:
     """The original window is not stated, so readers take the raised one."""
-    if folder.kind not in _NEEDS_ORIGINAL or folder.original or not folder.forms():
+    if folder.kind not in NEED_ORIGINAL or folder.original or not folder.forms():
         return
     name = folder.forms()[-1]
     recorded = folder.files.get(RECORD, {}).get("model", {})
