@@ -14,6 +14,7 @@ from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
 from pose_plugin.doctor.engines import readings
 from tests.doctor.broken import BROKEN, LLAMA2, LLAMA3, LLAMA3_ROPE, PHI3, QWEN3, SMALL, new, yarn
+from tests.pages import benchmark, committed
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "tests" / "data" / "published_configs" / "models.jsonl"
@@ -163,6 +164,19 @@ def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypa
     for line in re.findall(r"^pose-plugin (doctor outputs.*)$", page, re.M):
         assert main(line.split()) == 1
         assert shown in capsys.readouterr().out
+
+
+def test_the_page_has_the_committed_table_of_real_servers():
+    page, results = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"), committed("doctor_servers")
+    assert benchmark("doctor_servers").table(results) in page
+    verdicts = {name: (row["rope"], row["code"]) for name, row in results["rows"].items()}
+    assert verdicts == {
+        "llama.cpp, override applied": ("applied", 0),
+        "llama.cpp, override removed": ("other", 2),
+        "transformers serve, override applied": ("applied", 0),
+        "transformers serve, override removed": ("other", 2),
+        "llama.cpp, override applied, weak model": ("applied", 1),
+    }
 
 
 @pytest.mark.once
