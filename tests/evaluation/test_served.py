@@ -18,7 +18,7 @@ from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.served import ServedModel
 from pose_plugin.utils.server import Server
 from tests.doctor import real_servers
-from tests.evaluation.model_server import Handler, ModelServer
+from tests.evaluation.model_server import ModelServer
 from tests.evaluation.test_harness import TASK
 from tests.forked import forked
 from tests.kill import files, survives
@@ -123,17 +123,16 @@ def test_a_server_that_dies_is_resumed_and_no_prompt_is_asked_twice(serve, text,
     ]
 
 
-class ByRule(Handler):
-    """Answers from the prompt, without a model: the children of a test are forked while this server runs."""
+class ByRule(ModelServer):
+    """Answers from the prompt, without its model: the children of a test are forked while this server runs."""
 
     def generate(self, ids, body):
-        return re.findall(r"\d{5}|$", self.server.tokenizer.decode(ids))[0], 5
+        return re.findall(r"\d{5}|$", self.tokenizer.decode(ids))[0], [0.0] * 5
 
 
-def test_killed_at_any_moment(tokenizer, text, tmp_path):
+def test_killed_at_any_moment(model, tokenizer, text, tmp_path):
     """Each answer that reached the disk was requested once; the results are those of a run that nobody killed."""
-    with ModelServer(None, tokenizer) as server:
-        server.RequestHandlerClass = ByRule
+    with ByRule(model, tokenizer) as server:
 
         def command(folder):
             return run("--url", server.url, "--like", BASE, "--tasks", "passkey,haystack", "--texts", text, "--lengths",
