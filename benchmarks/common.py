@@ -60,17 +60,10 @@ def about(facts: dict[str, str]) -> str:
 @contextmanager
 def canvas(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, list[Any]]]:
     """Yield a figure in the style of the reports and its row of axes, and save it at the end."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from pose_plugin.utils.plots import new_figure
 
-    from pose_plugin.utils.plots import STYLE
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
+    with new_figure(path, (width, height)) as figure:
         yield figure, list(figure.subplots(1, columns, squeeze=False)[0])
-        figure.savefig(path)
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 $POSE_KILLS sets how many moments each test tries; the default is small. A moment is either a point, just before a call
 that changes files, or a time. What is tested must hold at every moment, so no result depends on the machine's speed.
+$POSE_KILLS_LOG names a file to which each test adds a line: its name, and how its runs ended.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def survives(
     prepare: Callable[[Path], None] = lambda folder: None,
     seed: int = 0,
     kills: int | None = None,
+    whole: bool = False,
 ) -> Counter[str]:
     """Assert that a run that was killed, once or twice, and then run again ends as one that was not.
 
@@ -68,6 +70,7 @@ def survives(
         prepare: fills a folder before its first run.
         seed: chooses the moments.
         kills: default: $POSE_KILLS.
+        whole: assert that each file after a kill is as before, as at the end, or in a folder that uploads leave out.
 
     Returns:
         How many runs were killed at a point, at a time, or had ended before.
@@ -76,25 +79,36 @@ def survives(
         >>> survives(lambda folder: main(["card", str(folder)]), tmp_path, prepare=lambda f: shutil.copytree(saved, f))
     """
     draw = random.Random(seed)
-    whole, ended = run(command, _new(root / "whole", prepare), count=True), Counter[str]()
-    expected = result(root / "whole")
+    before = files(_new(root / "before", prepare)) if whole else {}
+    unbroken, ended = run(command, _new(root / "whole", prepare), count=True), Counter[str]()
+    expected, after = result(root / "whole"), files(root / "whole")
     for number in range(KILLS if kills is None else kills):
         folder = _new(root / f"killed{number}", prepare)
         moments = []
         for _ in range(draw.choice((1, 1, 2))):
             # Files change at points. Times serve single calls that last long, such as saving weights.
             if number % 4 != 3:
-                moments.append(("point", draw.randrange(max(1, whole.points))))
+                moments.append(("point", draw.randrange(max(1, unbroken.points))))
                 killed = run(command, folder, point=moments[-1][1]).killed
             else:
                 moments.append(("time", draw.random()))
-                killed = run(command, folder, seconds=moments[-1][1] * whole.seconds).killed
+                killed = run(command, folder, seconds=moments[-1][1] * unbroken.seconds).killed
             ended[moments[-1][0] if killed else "ended before"] += 1
+            half = [name for name, content in files(folder).items() if not _unfinished(name)
+                    and content not in (before.get(name), after.get(name))]  # fmt: skip
+            assert not (whole and half), (half, moments)
         again = run(command, folder)
-        assert again.value == whole.value, (moments, again)
+        assert again.value == unbroken.value, (moments, again)
         found = result(folder)
         assert found == expected, (found, moments, again.output)
+    if log := os.environ.get("POSE_KILLS_LOG"):
+        with open(log, "a") as file:
+            file.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}: {dict(ended)}\n")
     return ended
+
+
+def _unfinished(name: str) -> bool:
+    return any(part.startswith("_") and part.endswith(".part") for part in Path(name).parts)
 
 
 def _new(folder: Path, prepare: Callable[[Path], None]) -> Path:

@@ -41,13 +41,11 @@ def run(args: argparse.Namespace) -> int:
     """Write the YAML.
 
     Raises:
-        PoSEError: input that cannot work, or the file exists.
+        PoSEError: input that cannot work, or the file exists with another text.
     """
     from pose_plugin.plan.init import Wish, write_config
 
     file = Path(args.output)
-    if file.exists():
-        raise PoSEError(f"--output {file} exists already; name a new file")
     wish = Wish(
         base=args.base_model,
         target=args.target_length,
@@ -59,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
         place=args.base,
         output=os.path.join("outputs", file.stem),
     )
-    write_whole(file, write_config(wish))
+    text = write_config(wish)
+    # The same text is that of the same command, which may have been killed before it said so.
+    if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
+        raise PoSEError(f"--output {file} exists already; name a new file")
+    write_whole(file, text)
     print(f"wrote {file}\nnext: pose-plugin plan {file}, then axolotl train {file}")
     return 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 from pose_plugin.doctor.checks import diagnose
 from pose_plugin.doctor.folder import REMOVED, Folder, Problem
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import new_folder, write_json
+from pose_plugin.utils.files import copy_folder, json_text
 
 _ROPE = ("rope_parameters", "rope_scaling")
 # More rounds than one repair can make possible after another.
@@ -60,36 +58,18 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def write_mended(folder: Folder, output: Path) -> list[str]:
-    """Write a copy of a folder with every certain repair. The folder itself is not changed.
-
-    Files that stay as they are become hard links, or copies on another disk, so weights take no second space.
+    """Write a copy of a folder with every certain repair (see `copy_folder`). The folder itself is not changed.
 
     Returns:
         the names of the changed files.
 
     Raises:
-        PoSEError: no problem has a certain repair, or the output exists.
+        PoSEError: no problem has a certain repair, or the output holds something else.
     """
     changed = mended(folder)
     if not changed:
         raise PoSEError(f"{folder.path}: no problem here has a repair that is certain to be right; follow the fixes")
-    if output.exists():
-        raise PoSEError(f"--mend {output} exists already; name a new folder")
-    with new_folder(output) as part:
-        for source in sorted(folder.path.rglob("*")):
-            place = part / source.relative_to(folder.path)
-            if source.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
-            elif str(source.relative_to(folder.path)) not in changed:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                _link_or_copy(source.resolve(), place)
-        for name, values in changed.items():
-            write_json(part / name, values)
+    names = [str(path.relative_to(folder.path)) for path in sorted(folder.path.rglob("*")) if path.is_file()]
+    texts = {name: json_text(values) for name, values in changed.items()}
+    copy_folder(folder.path, output, names, texts, "--mend")
     return sorted(changed)
-
-
-def _link_or_copy(source: Path, place: Path) -> None:
-    try:
-        os.link(source, place)
-    except OSError:  # another disk, or a file system without hard links
-        shutil.copy2(source, place)

@@ -12,12 +12,10 @@ from typing import Any
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
 from pose_plugin.evaluation.results import Report, Row
-from pose_plugin.utils.plots import COLOURS, STYLE, require_matplotlib, tokens
+from pose_plugin.utils.plots import COLOURS, new_figure, tokens
 
 # Distinct in black and white too.
 MARKERS = "osD^vPX*"
-# With a fixed seed of its ids and without a date, an SVG of the same report has the same bytes.
-SVG: Any = {"svg.hashsalt": "pose-plugin"}
 
 
 @dataclass(frozen=True)
@@ -234,19 +232,10 @@ def heat_map(
 def _figure(
     path: Path, size: tuple[float, float] = (4.8, 2.9), rows: int = 1, columns: int = 1, grid: bool = False
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes (one, or with `grid` a list), saved at the end as PNG and SVG; no global state."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE | SVG):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
+    """A figure and its axes (one, or with `grid` a list), written at the end as PNG and SVG."""
+    with new_figure(path, size, path.with_suffix(".svg")) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         yield figure, (list(axes.flat) if grid else axes[0][0])
-        figure.savefig(path)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def _look(index: int) -> dict[str, Any]:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from pose_plugin.checkpoints.saved import Saved, text_part
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import json_text, new_folder, read_json, write_whole
-
-_LINKED = (".safetensors", ".bin", ".pt", ".gguf")
+from pose_plugin.utils.files import copy_folder, json_text, read_json
 
 
 def write_older_form(saved: Saved, output: str | Path) -> Path:
@@ -32,17 +27,8 @@ def write_older_form(saved: Saved, output: str | Path) -> Path:
         PoSEError: the folder holds something else, or the older form cannot express the rope.
     """
     folder = Path(output)
-    texts = _older_texts(saved)
-    linked = [file for file in saved.path.iterdir() if file.is_file() and file.name not in texts]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if folder.is_dir() and _is_this_copy(folder, texts, linked):
-            return folder
-        raise PoSEError(f"--output {folder} exists and is not empty; name a new folder")
-    with new_folder(folder) as part:
-        for file in linked:
-            _link(file, part / file.name)
-        for name, text in texts.items():
-            write_whole(part / name, text)
+    names = [file.name for file in saved.path.iterdir() if file.is_file()]
+    copy_folder(saved.path, folder, names, _older_texts(saved), "--output")
     return folder
 
 
@@ -70,24 +56,3 @@ def _older_texts(saved: Saved) -> dict[str, str]:
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
         texts["tokenizer_config.json"] = json_text(values)
     return texts
-
-
-def _is_this_copy(folder: Path, texts: Mapping[str, str], linked: list[Path]) -> bool:
-    """Return whether a folder holds what would be written, as after a repeated command."""
-    if any(not (folder / file.name).is_file() for file in linked):
-        return False
-    return all(
-        (folder / name).is_file() and (folder / name).read_text(encoding="utf-8", errors="replace") == text
-        for name, text in texts.items()
-    )
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link weights, if the disk allows it, and copy small files, which may be rewritten in either folder."""
-    if source.suffix not in _LINKED:
-        shutil.copy2(source, target)
-        return
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -12,7 +12,7 @@ from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
+from pose_plugin.utils.plots import COLOURS, check_ending, new_figure, tokens
 
 _METHODS = {
     "full": "all weights",
@@ -184,14 +184,7 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
             "--output draws the coverage by distance, and this run has none: no `pose:` block, a target too long to "
             "simulate, or adapter: beacon, which skips no distances. Leave --output out"
         )
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.4, 2.9), layout="constrained")
-        FigureCanvasAgg(figure)
+    with new_figure(path, (7.4, 2.9)) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.8, 1])
         values = plan.seen.after(plan.rows) if plan.rows else plan.seen.probability
         left.plot(np.arange(1, plan.target), values[1:], color=COLOURS[0], linewidth=1.3)
@@ -213,7 +206,6 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
         left.set_xlabel("distance between two tokens")
         left.set_ylabel(f"rows of {plan.rows:,} that hold it" if plan.rows else "chance that a row holds it")
         _draw_memory(right, plan)
-        figure.savefig(path)
     return path
 
 

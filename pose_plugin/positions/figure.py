@@ -11,7 +11,7 @@ import numpy as np
 
 from pose_plugin.positions.coverage import Coverage
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.plots import COLOURS, STYLE, check_ending, require_matplotlib, tokens
+from pose_plugin.utils.plots import COLOURS, check_ending, new_figure, tokens
 
 # Where two samplers agree, the earlier line shows through the dashes of the later one.
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.2)), "-", (0, (6, 1.5, 1, 1.5)))
@@ -32,17 +32,10 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
     """
     if not coverages:
         raise PoSEError("draw_coverage got no coverage to draw; give at least one, by its name")
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     path = Path(path)
     check_ending(path)
     reach = max(c.settings.target_length for c in coverages.values())
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 3.1), layout="constrained")
-        FigureCanvasAgg(figure)
+    with new_figure(path, (5.6, 3.1)) as figure:
         axes = figure.subplots()
         for i, (name, seen) in enumerate(coverages.items()):
             distances = np.arange(1, len(seen.probability))
@@ -70,7 +63,6 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
         axes.set_ylabel("training rows that hold it")
         columns = min(3, len(coverages))
         figure.legend(loc="outside lower center", ncols=columns, frameon=False, handlelength=2.6)
-        figure.savefig(path)
     return path
 
 

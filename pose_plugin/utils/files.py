@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from pose_plugin.utils.errors import PoSEError, shown
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # The names of temporary folders. The underscore: uploads to the hub leave such names out.
 _PART = re.compile(r"_.*\.[0-9a-f]{32}\.part", re.DOTALL)
+# Copies of a folder share these files, because they are large and are never changed in place.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 @contextmanager
@@ -203,6 +205,55 @@ def new_folder(folder: Path) -> Iterator[Path]:
             with suppress(OSError):
                 folder.rmdir()
             os.rename(part, folder)
+
+
+def copy_folder(source: Path, output: Path, names: Iterable[str], texts: Mapping[str, str], option: str) -> None:
+    """Copy files of a folder, with other texts in some of them. The output is written whole or not at all.
+
+    Weights become hard links, if the disk allows it. Small files are copied, because they may be rewritten in either
+    folder.
+
+    Args:
+        source: the folder, which is not changed.
+        output: a new folder. If it is such a copy already, as in a repeated command, nothing is written.
+        names: files to copy, relative to the folder.
+        texts: files to write instead, by their relative names.
+        option: the option that names the output, for the error.
+
+    Raises:
+        PoSEError: the output holds something else.
+    """
+    kept = [name for name in names if name not in texts]
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        if _is_copy(source, output, kept, texts):
+            return
+        raise PoSEError(f"{option} {output} exists and is not empty; name a new folder")
+    with new_folder(output) as part:
+        for name in kept:
+            _link_or_copy(source / name, part / name)
+        for name, text in texts.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_text(text, encoding="utf-8", newline="")
+
+
+def _is_copy(source: Path, output: Path, names: Iterable[str], texts: Mapping[str, str]) -> bool:
+    try:
+        return all((output / name).stat().st_size == (source / name).stat().st_size for name in names) and all(
+            (output / name).read_bytes() == text.encode("utf-8") for name, text in texts.items()
+        )
+    except OSError:  # a file is missing
+        return False
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.suffix in _WEIGHTS:
+        # Another disk, or a file system without hard links. The target of a symbolic link, as the hub's cache has them,
+        # because the link itself would point to nowhere from another folder.
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copy2(source, target)
 
 
 def read_json(file: Path) -> dict[str, Any]:

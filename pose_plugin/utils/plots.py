@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import atomic_file
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#000000")
@@ -33,6 +36,8 @@ STYLE: Any = {
     "figure.dpi": 200,
     "savefig.bbox": "tight",
     "savefig.pad_inches": 0.05,
+    # With a fixed seed of its ids, and without a date, an SVG of the same figure has the same bytes.
+    "svg.hashsalt": "pose-plugin",
 }
 
 
@@ -45,6 +50,34 @@ def require_matplotlib() -> None:
             'figures need matplotlib, which is not installed; pip install "pose-plugin[plot]", or leave '
             "them out: figures=False, on the command line --no-figures"
         ) from None
+
+
+@contextmanager
+def new_figure(path: Path, size: tuple[float, float], *more: Path) -> Iterator[Any]:
+    """Yield an empty figure of matplotlib, and write it atomically when the block ends.
+
+    No global state of matplotlib changes.
+
+    Args:
+        path: the file; its ending selects the format.
+        size: width and height in inches.
+        more: files for the same figure.
+
+    Raises:
+        PoSEError: matplotlib is missing.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        for file in (path, *more):
+            with atomic_file(file) as part:
+                figure.savefig(part, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 
 def check_ending(path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Commands that write several files: a full disk or a kill leaves the folder as it was, and the command can be rerun.
-
-POSE_KILLS=40 kills each command at that many places instead of a few.
-"""
+"""Commands that write files: a full disk or a kill leaves the folder as it was, and the command can be rerun."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import json
 import os
 import resource
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,15 +15,18 @@ import pytest
 from pose_plugin.checkpoints import check
 from pose_plugin.cli.main import main
 from pose_plugin.export import ENGINES, exporter
+from tests.doctor.broken import QWEN3, yarn
 from tests.export.test_saved_format import FILES
-from tests.forked import CaseError, forked
+from tests.forked import forked
+from tests.kill import files, survives
 
+pytest.importorskip("matplotlib")
 # Imported here, so that no forked child has to.
-import_module("pose_plugin.export.card")
+for name in ("export.card", "doctor.mend"):
+    import_module(f"pose_plugin.{name}")
 for name in ENGINES:
     exporter(name)
 pytest.importorskip("huggingface_hub").ModelCard("---\n{}\n---\n").data.to_yaml()
-KILLS = int(os.environ.get("POSE_KILLS", "3"))
 REPORT = "| model | 512 |\n| --- | ---: |\n| full | 0.98 |\n"
 # Each command, with {0} for the folder that holds everything.
 COMMANDS = {
@@ -36,11 +34,35 @@ COMMANDS = {
     "repair": ["check", "{0}/merged", "--like", "{0}/adapter", "--repair"],
     "modelfile": ["export", "{0}/model", "--engine", "ollama"],
     "form 4": ["export", "{0}/model", "--engine", "transformers", "--form", "4", "--output", "{0}/older"],
+    "mend": ["doctor", "{0}/broken", "--mend", "{0}/new/mended"],
+    "init": [
+        *("init", "base", "--target-length", "2k", "--data", "rows.jsonl", "--gpus", "0", "--output", "{0}/c.yaml"),
+    ],
+    "plan": [
+        *("plan", "--base", "base", "--target-length", "2k", "--train-length", "512", "--steps", "10"),
+        *("--draws", "20", "--output", "{0}/new/plan.png"),
+    ],
     "coverage": [
-        *("coverage", "--target-length", "64", "--train-length", "16", "--draws", "20", "--no-figures"),
-        *("--output", "{0}/coverage.png"),
+        *("coverage", "--target-length", "64", "--train-length", "16", "--draws", "20"),
+        *("--output", "{0}/new/coverage.png"),
     ],
 }
+# Its errors are those of another program.
+ON_A_DISK_WITH_ROOM = {
+    "convert": [
+        *("export", "{0}/model", "--engine", "llama.cpp", "--convert", "--llama-cpp", "{0}/llama.cpp"),
+        *("--output", "{0}/model.gguf"),
+    ],
+}
+CONVERTER = """
+with open(sys.argv[sys.argv.index("--outfile") + 1], "w") as file:
+    for _ in range(3):
+        print("weights", file=file, flush=True)
+"""
+BASE = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +83,20 @@ def home(tmp_path_factory) -> Path:
     (home / "judged" / "report.md").write_text(REPORT)
     (home / "judged" / "results.json").write_text("{}")
     (home / "judged" / "passkey.png").write_bytes(b"png")
+    for name, config in {"base": BASE, "broken": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}}.items():
+        (home / name).mkdir()
+        (home / name / "config.json").write_text(json.dumps(config))
+    (home / "broken" / "model.safetensors").write_bytes(b"weights")
+    (home / "rows.jsonl").write_text('{"text": "w30 w31"}\n' * 4)
+    (home / "llama.cpp").mkdir()
+    (home / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    before = os.getcwd()
+    os.chdir(shutil.copytree(home, tmp_path_factory.mktemp("warm") / "home"))
+    for name in ("init", "plan", "coverage"):
+        # What a run imports, the forked children have then already.
+        assert main([word.format(".") for word in COMMANDS[name]]) == 0
+    os.chdir(before)
     return home
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def run(home: Path, name: str, before: Callable[[], None] = lambda: None) -> int:
@@ -73,13 +104,13 @@ def run(home: Path, name: str, before: Callable[[], None] = lambda: None) -> int
     check._run_worker = lambda request, python, timeout: {"error": "not asked"}
     os.chdir(home)
     before()
-    return main([word.format(home) for word in COMMANDS[name]])
+    return main([word.format(home) for word in (COMMANDS | ON_A_DISK_WITH_ROOM)[name]])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_full_disk_changes_nothing_and_is_reported_in_a_sentence(home, tmp_path, name):
     place = Path(shutil.copytree(home, tmp_path / "place"))
-    before = contents(place)
+    before = files(place)
 
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -97,74 +128,20 @@ def test_a_full_disk_changes_nothing_and_is_reported_in_a_sentence(home, tmp_pat
 
     code, text = forked(case).value
     assert code == 1 and str(place) in text and "MiB are free" in text and ".part" not in text, text
-    assert contents(place) == before
+    assert files(place) == before
     # With room again, the same command does its work.
+    whole = Path(shutil.copytree(home, tmp_path / "whole"))
+    forked(run, whole, name)
     forked(run, place, name)
-    assert contents(place) == finished(home, tmp_path, name)
+    assert files(place) == files(whole) != before
 
 
-def finished(home: Path, tmp_path: Path, name: str) -> dict[str, bytes]:
-    """What an uninterrupted command leaves."""
-    place = tmp_path / "whole"
-    if not place.exists():
-        shutil.copytree(home, place)
-        forked(run, place, name)
-    return contents(place)
-
-
-def watched(seen: Callable[[], None], place: Path) -> Callable[[], None]:
-    """Return a function after which `seen` is called at each opening, renaming or removal below a folder."""
-
-    def hook(event: str, arguments: tuple) -> None:
-        known = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.copyfile")
-        if event in known and str(arguments[0]).startswith(str(place)):
-            seen()
-
-    return lambda: sys.addaudithook(hook)
-
-
-def steps(home: Path, tmp_path: Path, name: str) -> int:
-    """How often a command touches the folder."""
-    place = Path(shutil.copytree(home, tmp_path / "counted"))
-
-    def case() -> int:
-        count = [0]
-
-        def seen() -> None:
-            count[0] += 1
-
-        run(place, name, watched(seen, place))
-        return count[0]
-
-    return forked(case).value
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS | ON_A_DISK_WITH_ROOM)
 def test_after_a_kill_the_same_command_ends_as_if_uninterrupted(home, tmp_path, name):
-    before, after, last = contents(home), finished(home, tmp_path, name), steps(home, tmp_path, name)
-    for number in range(KILLS):
-        moment = 1 + number * last // KILLS
-        place = Path(shutil.copytree(home, tmp_path / f"killed{number}"))
+    def prepare(place: Path) -> None:
+        shutil.copytree(home, place)
 
-        def case(place: Path = place, moment: int = moment) -> None:
-            left = [moment]
-
-            def seen() -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            run(place, name, watched(seen, place))
-
-        with pytest.raises(CaseError, match="the child died"):
-            forked(case)
-        for file, content in contents(place).items():
-            # Every file is whole: as it was, as it will be, or in a folder that uploads leave out.
-            unfinished = any(part.startswith("_") and part.endswith(".part") for part in Path(file).parts)
-            assert unfinished or content in (before.get(file), after.get(file)), (moment, file)
-        forked(run, place, name)
-        assert contents(place) == after, moment
-        shutil.rmtree(place)
+    survives(lambda place: run(place, name), tmp_path, prepare=prepare, whole=True)
 
 
 def test_an_empty_modelfile_is_written_again(home, tmp_path):

@@ -1,7 +1,6 @@
 """What the pictures show, read from their axes: nothing is rendered."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def model(name, *results):
 
 
 @pytest.fixture(scope="module")
-def drawn():
+def drawn(tmp_path_factory):
     """File name to figure."""
     from matplotlib.figure import Figure
 
@@ -56,9 +55,14 @@ def drawn():
         ),
     ]
     kept = {}
+
+    def savefig(figure, path, **more):
+        kept[path.name] = figure
+        path.touch()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, path, **_: kept.__setitem__(path.name, figure))
-        written = figures.draw(Report(models, 1024, 4096), Path("nowhere"))
+        patch.setattr(Figure, "savefig", savefig)
+        written = figures.draw(Report(models, 1024, 4096), tmp_path_factory.mktemp("drawn"))
     assert [file.name for each in written for file in (each.png, each.svg)] == list(kept)
     return {name: figure for name, figure in kept.items() if name.endswith(".png")} | {
         each.png.stem: each.caption for each in written

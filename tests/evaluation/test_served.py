@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.doctor import real_servers
 from tests.evaluation.model_server import ModelServer
 from tests.evaluation.test_harness import TASK
 from tests.forked import forked
+from tests.kill import files, survives
 
 BASE = Path(__file__).parents[2] / "example_configs" / "quickstart" / "base"
 TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
@@ -119,6 +121,33 @@ def test_a_server_that_dies_is_resumed_and_no_prompt_is_asked_twice(serve, text,
     assert [rows_of(model, "passkey", "haystack") for model in whole] == [
         rows_of(model, "passkey", "haystack") for model in models_of(tmp_path / "whole")
     ]
+
+
+class ByRule(ModelServer):
+    """Answers from the prompt, without its model: the children of a test are forked while this server runs."""
+
+    def generate(self, ids, body):
+        return re.findall(r"\d{5}|$", self.tokenizer.decode(ids))[0], [0.0] * 5
+
+
+def test_killed_at_any_moment(model, tokenizer, text, tmp_path):
+    """Each answer that reached the disk was requested once; the results are those of a run that nobody killed."""
+    with ByRule(model, tokenizer) as server:
+
+        def command(folder):
+            return run("--url", server.url, "--like", BASE, "--tasks", "passkey,haystack", "--texts", text, "--lengths",
+                       "300,600", "--trials", 6, "--facts", 3, "--output", folder)  # fmt: skip
+
+        def result(folder):
+            found = files(folder)
+            lines = found.pop("finished.jsonl").splitlines()
+            rows = [json.loads(line) for line in lines if line.endswith(b"}")]
+            keys = [row["key"] for row in rows]
+            assert len(set(keys)) == len(keys)
+            return found, sorted(keys)
+
+        assert command(tmp_path / "first") == 0  # what it imports, the children have then already
+        survives(command, tmp_path / "runs", result)
 
 
 def test_a_lost_server_leaves_the_other_models(serve, tmp_path, capsys):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pose_plugin.utils.files import atomic_file, new_folder, staged, write_json, write_whole
+from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import atomic_file, copy_folder, new_folder, staged, write_json, write_whole
 from tests.forked import CaseError, forked
 
 
@@ -146,3 +147,26 @@ def test_without_locks_nothing_is_removed(file, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     write_json(file, {"new": True})
     assert "new" in file.read_text() and len(names(file.parent)) == 2
+
+
+def test_a_copy_shares_weights_and_nothing_else(tmp_path):
+    """The hub's cache has links to files elsewhere, which point to nowhere from another folder."""
+    source, copy = tmp_path / "snapshots" / "model", tmp_path / "copy"
+    (source / "part").mkdir(parents=True)
+    for name in ("model.safetensors", "README.md", "config.json", "part/x.json"):
+        blob = tmp_path / name.replace("/", "-")
+        blob.write_text(name)
+        (source / name).symlink_to(os.path.relpath(blob, (source / name).parent))
+    all_names = ["model.safetensors", "README.md", "config.json", "part/x.json"]
+    for _ in range(2):  # the second time, nothing is left to do
+        copy_folder(source, copy, all_names, {"config.json": "{}", "part/y.json": "[]"}, "--output")
+        assert (copy / "model.safetensors").samefile(tmp_path / "model.safetensors")
+        assert not (copy / "README.md").samefile(tmp_path / "README.md")
+        assert not any(path.is_symlink() for path in copy.rglob("*"))
+        assert {str(path.relative_to(copy)): path.read_text() for path in copy.rglob("*") if path.is_file()} == {
+            **{name: name for name in all_names}, "config.json": "{}", "part/y.json": "[]"
+        }  # fmt: skip
+    for change in (copy / "config.json", copy / "README.md", copy / "part" / "y.json"):
+        change.write_text("another")
+        with pytest.raises(PoSEError, match=r"--output .*copy exists"):
+            copy_folder(source, copy, all_names, {"config.json": "{}", "part/y.json": "[]"}, "--output")
