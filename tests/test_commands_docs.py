@@ -118,6 +118,17 @@ def test_the_integration_page(tmp_path, monkeypatch):
     assert shown.exit_code == 0 and "trained: 2048 tokens, target: 32768" in shown.output, shown.output
 
 
+@pytest.mark.parametrize("text", sorted({text for page in PAGES for text in blocks(page, "yaml")}))
+def test_axolotl_and_the_block_know_each_key_of_a_yaml(text):
+    from pose_plugin.config import parse_settings
+    from pose_plugin.plan.config_reader import unknown_keys
+
+    values = yaml.safe_load(text)
+    assert unknown_keys(values) == []
+    if "pose" in values:
+        assert parse_settings({"train_length": values.get("sequence_len", 2048), **values["pose"]})
+
+
 def test_prose_fits_into_120_columns():
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)

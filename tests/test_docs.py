@@ -219,39 +219,6 @@ def test_evaluate_command_of_readme_is_complete(tmp_path, monkeypatch):
         assert main(line[1:]) == 2
 
 
-def test_notebook(tmp_path, monkeypatch):
-    """Its cells run one after the other, with few steps and prompts; without SmolLM2's folder a sentence says so."""
-    pytest.importorskip("trl")
-    pytest.importorskip("matplotlib")
-    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells)
-    source = "\n".join("".join(cell["source"]) for cell in cells)
-    for shown, short in [
-        ("STEPS = 300", "STEPS = 2"),
-        ("TRIALS = 10", "TRIALS = 1"),
-        ('"--out", "data"', '"--out", "data", "--documents", "20"'),
-        # The working folder is not in the clone.
-        ("Path.cwd()", f"Path({str(ROOT)!r})"),
-    ]:
-        assert shown in source
-        source = source.replace(shown, short)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "Agg")
-
-    def case():
-        names: dict = {}
-        exec(source, names)
-        return {name: len(scores) for name, scores in names["results"].items()}, names["SMOLLM2"] is None
-
-    lengths, left_out = forked(case).value
-    assert set(lengths.values()) == {5} and len(lengths) == 3
-    assert left_out or (ROOT / "outputs" / "smollm2").is_dir()
-    assert (
-        json.loads((tmp_path / "outputs" / "notebook" / "config.json").read_text())["max_position_embeddings"] == 2048
-    )
-
-
 def test_unsloth_snippet(tmp_path, monkeypatch):
     (snippet,) = blocks(ROOT / "docs" / "verified.md", "python")
     monkeypatch.chdir(tmp_path)

