@@ -168,7 +168,7 @@ def reference(folder: Path, rows: list[list[int]], keep: int) -> list[np.ndarray
 
 
 def distance(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    from pose_plugin.checkpoints.check import logit_distance
+    from pose_plugin.checkpoints.comparisons import logit_distance
 
     return max(logit_distance(f.tolist(), w.tolist()) for f, w in zip(found, wanted, strict=True))
 
