@@ -109,7 +109,9 @@ class Folder:
         if found.get("rope_theta") is None:
             found["rope_theta"] = self.text.get("rope_theta")
         original = self.text.get("original_max_position_embeddings")
-        if original is not None and _USUAL_NAMES.get(found["rope_type"], found["rope_type"]) in NEED_ORIGINAL:
+        # In a damaged file it may be of any type.
+        kind = str(found["rope_type"])
+        if original is not None and _USUAL_NAMES.get(kind, kind) in NEED_ORIGINAL:
             found["original_max_position_embeddings"] = original
         return found
 
