@@ -24,6 +24,8 @@ CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD = (
 # A model that is only a name is looked up here; these are all files that the checks read.
 FILES = (CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD)
 REMOVED = object()
+# The first release of Phi-3 called longrope so.
+_USUAL_NAMES = {"su": "longrope"}
 Changes = Mapping[str, Mapping[tuple[str, ...], Any]]
 
 
@@ -107,14 +109,16 @@ class Folder:
         if found.get("rope_theta") is None:
             found["rope_theta"] = self.text.get("rope_theta")
         original = self.text.get("original_max_position_embeddings")
-        if original is not None and found["rope_type"] in NEED_ORIGINAL:
+        # In a damaged file it may be of any type.
+        kind = str(found["rope_type"])
+        if original is not None and _USUAL_NAMES.get(kind, kind) in NEED_ORIGINAL:
             found["original_max_position_embeddings"] = original
         return found
 
     @property
     def kind(self) -> str:
         kind = str(self.rope["rope_type"])
-        return {"su": "longrope"}.get(kind, kind)
+        return _USUAL_NAMES.get(kind, kind)
 
     @cached_property
     def maximum(self) -> int | None:

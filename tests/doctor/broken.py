@@ -1,6 +1,7 @@
 """Folders that people reported: the shape of each, its public report, the cause, and the repair if one is certain.
 
-A row is (source, cause, files, base's config or None, expected values in the repaired copy or None).
+A row of BROKEN is (source, cause, files, base's config or None, expected values in the repaired copy or None), a row of
+HEALTHY (source, files, base's config or None).
 """
 
 from __future__ import annotations
@@ -181,6 +182,13 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         {"rope_scaling.original_max_position_embeddings": 8192},
     ),
     (
+        "modelscope/ms-swift#5146: kind and factor on the command line, original window and maximum as before",
+        "original window missing",
+        {"config.json": {**SMALL, "rope_scaling": {"type": "yarn", "factor": 3.0}}},
+        None,
+        None,
+    ),
+    (
         "ROCm/aiter#4742: engines fail at start without the original window",
         "original window missing",
         {"config.json": new(QWEN3, yarn(4.0, rope_theta=1e6), max_position_embeddings=131072)},
@@ -202,7 +210,7 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     # Two forms.
     (
-        "by hand: rope_scaling added to a config that transformers 5 saved",
+        "gpustack/gpustack#4236: rope_scaling as vLLM's users are told, over a config that transformers 5 saved",
         "forms disagree",
         {
             "config.json": new(
@@ -214,6 +222,34 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         },
         None,
         {"rope_scaling.factor": 4.0},
+    ),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#3077: rope_scaling replaces rope_parameters in transformers 5, with the base",
+        "forms disagree",
+        {
+            "config.json": new(
+                SMALL,
+                {"rope_type": "default", "rope_theta": 1e5},
+                rope_scaling=yarn(4.0, 8192),
+                max_position_embeddings=32768,
+            )
+        },
+        None,
+        {"rope_parameters.factor": 4.0, "rope_scaling.rope_theta": 1e5, "rope_theta": 1e5},
+    ),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#3077: the same if both forms agree, except that one has the base",
+        "base missing",
+        {
+            "config.json": new(
+                SMALL,
+                yarn(4.0, 8192, rope_theta=1e5),
+                rope_scaling=yarn(4.0, 8192),
+                max_position_embeddings=32768,
+            )
+        },
+        None,
+        {"rope_theta": 1e5},
     ),
     (
         "vllm-project/vllm#42624: rope_theta=10000 at the top, the real base inside rope_parameters",
@@ -314,7 +350,7 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         {"rope_parameters.factor": 2.0},
     ),
     (
-        "llama.cpp's --rope-freq-scale is original / target; copied into a config",
+        "axolotl-ai-cloud/axolotl#342 and LostRuins/koboldcpp#375: llama.cpp's scale, original / target, as the factor",
         "factor below 1",
         {"config.json": {**LLAMA2, "rope_scaling": {"type": "linear", "factor": 0.25}}},
         None,
@@ -463,20 +499,127 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     # Records.
     (
-        "a config.json of another run copied over the trained one",
+        "JIA-Lab-research/LongLoRA#181 with a record: the base's config.json in the place of the trained one",
         "record and config differ",
         {"config.json": SMALL, "pose.json": {"target_length": 32768, "trained": {"steps": 100}}},
         None,
         None,
     ),
     (
-        "a run with an empty data set",
+        "fw-ai/cookbook#335: all rows were filtered, and the run ends as complete after 0 steps",
         "nothing trained",
         {
             "config.json": new(SMALL, yarn(4.0, 8192, rope_theta=1e5), max_position_embeddings=32768),
             "pose.json": {"target_length": 32768, "trained": {"steps": 0}},
         },
         None,
+        None,
+    ),
+]
+
+LONGROPE = {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
+LONG = {"max_position_embeddings": 131072}
+
+# What looks like one of the above, and works. The published configs are in tests/data/published_configs.
+HEALTHY: list[tuple[str, dict[str, dict[str, Any]], dict[str, Any] | None]] = [
+    ("meta-llama/Llama-2-7b-hf: no base and no scaling", {"config.json": LLAMA2}, None),
+    ("HuggingFaceTB/SmolLM2-135M", {"config.json": SMALL}, None),
+    ("Qwen/Qwen3-8B: a maximum of 40,960 without scaling", {"config.json": {**QWEN3, "rope_scaling": None}}, None),
+    (
+        "Qwen/Qwen3-8B with YaRN as its model card says, and the maximum raised",
+        {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768), **LONG}},
+        None,
+    ),
+    (
+        "the same in both forms, as this package writes it",
+        {
+            "config.json": {
+                **QWEN3,
+                "rope_parameters": yarn(4.0, 32768, rope_theta=1e6),
+                "rope_scaling": yarn(4.0, 32768, rope_theta=1e6),
+                **LONG,
+            }
+        },
+        None,
+    ),
+    (
+        "meta-llama/Llama-3.1-8B",
+        {"config.json": {**LLAMA3, "rope_scaling": LLAMA3_ROPE, **LONG}, "generation_config.json": {"top_p": 0.9}},
+        None,
+    ),
+    (
+        "gradientai/Llama-3-8B-Instruct-262k: a larger base and no scaling",
+        {"config.json": {**LLAMA3, "rope_theta": 283461213.0, "max_position_embeddings": 262144}},
+        None,
+    ),
+    ("microsoft/Phi-3-mini-128k-instruct", {"config.json": {**PHI3, "rope_scaling": LONGROPE}}, None),
+    (
+        "microsoft/Phi-3-mini-128k-instruct at its first release",
+        {"config.json": {**PHI3, "rope_scaling": {**LONGROPE, "type": "su"}}},
+        None,
+    ),
+    (
+        "Qwen/Qwen3.5-4B with YaRN inside text_config, and the keys of its family",
+        {
+            "config.json": nested(
+                rope_parameters={**QWEN35["text_config"]["rope_parameters"], **yarn(4.0, 262144)},
+                max_position_embeddings=1048576,
+            )
+        },
+        None,
+    ),
+    (
+        "unslothai/unsloth: linear scaling with the maximum raised",
+        {
+            "config.json": {
+                **LLAMA2,
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+                "max_position_embeddings": 16384,
+            }
+        },
+        None,
+    ),
+    (
+        "meta-llama/Llama-3.1-8B: a tokenizer without a limit",
+        {
+            "config.json": {**LLAMA3, "rope_scaling": LLAMA3_ROPE, **LONG},
+            "tokenizer_config.json": {"model_max_length": 1000000000000000019884624838656},
+        },
+        None,
+    ),
+    (
+        "Qwen/Qwen2.5-7B-Instruct: a tokenizer with a larger limit than the window",
+        {"config.json": QWEN2, "tokenizer_config.json": {"model_max_length": 131072}},
+        None,
+    ),
+    (
+        "meta-llama/Llama-2-7b-hf: generation ends at the window",
+        {"config.json": LLAMA2, "generation_config.json": {"max_length": 4096}},
+        None,
+    ),
+    (
+        "transformers writes its default max_length=20, which it treats as not set",
+        {"config.json": SMALL, "generation_config.json": {"max_length": 20}},
+        None,
+    ),
+    ("huggingface/peft: a LoRA adapter of the model as it is", {"adapter_config.json": LORA}, LLAMA2),
+    (
+        "axolotl-ai-cloud/axolotl: an adapter with the base's config and tokenizer",
+        {"adapter_config.json": LORA, "config.json": SMALL, "tokenizer_config.json": {"model_max_length": 8192}},
+        SMALL,
+    ),
+    (
+        "huggingface/peft: embeddings and head of a model with tied weights trained together",
+        {"adapter_config.json": {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}},
+        {**SMALL, "tie_word_embeddings": True},
+    ),
+    (
+        "a full run of this package",
+        {
+            "config.json": {**SMALL, "rope_scaling": yarn(4.0, 8192), "max_position_embeddings": 32768},
+            "tokenizer_config.json": {"model_max_length": 32768},
+            "pose.json": {"target_length": 32768, "model": {"original_length": 8192}, "trained": {"steps": 10}},
+        },
         None,
     ),
 ]

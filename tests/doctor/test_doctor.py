@@ -13,7 +13,7 @@ import pytest
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
 from pose_plugin.doctor.engines import readings
-from tests.doctor.broken import BROKEN, LLAMA2, LLAMA3, LLAMA3_ROPE, PHI3, QWEN3, SMALL, new, yarn
+from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, PHI3, QWEN3, SMALL, new, yarn
 from tests.pages import benchmark, committed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,9 +65,16 @@ def test_the_repaired_copy_is_free_of_it(case, tmp_path):
         assert value == wanted, where
 
 
-@pytest.mark.parametrize("config", [LLAMA2, SMALL, QWEN3, {**QWEN3, "rope_scaling": None}])
-def test_a_healthy_folder_has_no_problem(config, tmp_path, capsys):
-    assert main(["doctor", str(write(tmp_path / "model", {"config.json": config}))]) == 0
+@pytest.mark.parametrize("row", HEALTHY, ids=lambda row: row[0])
+def test_a_healthy_folder_raises_no_alarm(row, tmp_path, capsys):
+    _, files, base = row
+    if base:
+        write(tmp_path / "base", {"config.json": base})
+    assert main(["doctor", str(write(tmp_path / "model", files))]) == 0, capsys.readouterr().out
+
+
+def test_a_folder_without_findings(tmp_path, capsys):
+    assert main(["doctor", str(write(tmp_path / "model", {"config.json": QWEN3}))]) == 0
     assert "no problem found" in capsys.readouterr().out
 
 

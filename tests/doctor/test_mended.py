@@ -35,7 +35,7 @@ BROKEN = {
     "TRL": ({"rope_parameters": {**YARN, "rope_theta": BASE}}, False, each(64) | {"vllm < 0.30": 256}),
     # hiyouga/LlamaFactory sets rope_scaling, which replaces the whole dict in transformers 5, and computes a float.
     "LLaMA-Factory": ({"rope_parameters": YARN, "max_position_embeddings": 256.0}, True, each(256)),
-    # modelscope/ms-swift: kind and factor only, and transformers takes the maximum as the original window.
+    # modelscope/ms-swift#5146: kind and factor only, and transformers takes the maximum as the original window.
     "ms-swift": (
         {"rope_parameters": {"type": "yarn", "factor": 4.0}},
         True,
@@ -54,7 +54,8 @@ BROKEN = {
         False,
         each(64) | {"vllm < 0.30": 256},
     ),
-    # The same in a config that transformers 5 saved: rope_scaling hides rope_parameters, and with it the base.
+    # The same in a config that transformers 5 saved: rope_scaling hides rope_parameters, and with it the base
+    # (NVIDIA-NeMo/Megatron-Bridge#3077).
     "by hand, both forms": (
         {"rope_parameters": PLAIN, "rope_scaling": YARN},
         False,

@@ -145,7 +145,8 @@ def test_the_command(home, engine, capsys):
     assert main(["export", str(home / "yarn"), "--engine", engine]) == 0
     out = capsys.readouterr().out
     assert str(home / "yarn") in out
-    assert ("512" in out) is (engine not in ("transformers", "ollama", "mlx"))
+    # A temporary folder may be called pytest-512.
+    assert ("512" in out.replace(str(home), "")) is (engine not in ("transformers", "ollama", "mlx"))
 
 
 def test_adapters_with_whole_modules_are_merged_first(home):
