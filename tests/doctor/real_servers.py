@@ -1,4 +1,4 @@
-"""Start llama.cpp's server and `transformers serve` on a folder; also for benchmarks/doctor_servers.py.
+"""Start llama.cpp's server and `transformers serve` on a folder; also for benchmarks/served.py.
 
 llama.cpp is found on PATH (llama-server, and convert-hf-to-gguf or convert_hf_to_gguf.py), or in the folder that
 POSE_LLAMA_CPP names.
@@ -15,13 +15,15 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-# The converter knows tokenizers by a hash of what they make of a text, which no tokenizer of a test has.
+# The converter knows tokenizers by a hash of what they make of a text, which no tokenizer of a test has. It takes those
+# that transformers 5 has saved for tokenizers of Llama 2, and the server would then write "Ġ" for a space.
 CONVERT = """
 import runpy, sys
 home, model, file = sys.argv[1:]
 sys.path.insert(0, home)
 from conversion import base
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+base.TextModel._set_vocab_llama_hf = base.TextModel._set_vocab_gpt2
 sys.argv = ["convert", model, "--outfile", file, "--outtype", "f32"]
 runpy.run_path(home + "/convert_hf_to_gguf.py", run_name="__main__")
 """

@@ -11,7 +11,7 @@ from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import parse_block
 from tests.evaluation.model_server import ModelServer
-from tests.pages import ROOT, blocks, commands
+from tests.pages import ROOT, benchmark, blocks, commands, committed
 
 PAGE = ROOT / "docs" / "evaluation.md"
 
@@ -58,6 +58,14 @@ def test_the_command_for_a_served_model(folders, capsys):
         words = [server.url if word.startswith("http") else word for word in words]
         assert cli.main([*words[1:], "--trials", "2", "--quiet"]) == 0
     assert "requests" in capsys.readouterr().out
+
+
+def test_the_table_of_served_models_is_the_committed_one():
+    rows = committed("served")["rows"]
+    assert benchmark("served").table(committed("served")) in PAGE.read_text(encoding="utf-8")
+    assert all(row["equal_answers"] == row["prompts"] for row in rows if row["server"] != "llama.cpp")
+    assert all(row["equal_scores"] == row["scored"] for row in rows)
+    assert all(row["cached"] > 0 for row in rows if row["measure"] == "haystack" and row["form"] == "ids")
 
 
 def test_the_blocks_are_valid():

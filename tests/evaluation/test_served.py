@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("openai")
 
 from pose_plugin.cli import main as cli
 from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.served import ServedModel
+from pose_plugin.rope import extend_context
 from pose_plugin.utils.server import Server
 from tests.doctor import real_servers
 from tests.evaluation.model_server import ModelServer
@@ -59,7 +60,7 @@ def models_of(folder):
 
 
 def rows_of(model, *measures):
-    return [(row["score"], row["details"]) for name in measures for row in model[name]["rows"]]
+    return [(row["score"], row.get("details")) for name in measures for row in model[name]["rows"]]
 
 
 def test_scores_and_answers_are_those_of_a_model_in_this_process(serve, text, tmp_path, capsys):
@@ -240,27 +241,22 @@ def test_measures_that_need_logits_are_left_to_the_models_in_this_process(serve,
     assert "perplexity cannot be measured" in served["notes"][0]
 
 
+def lm_eval_task(tokenizer, folder, length, rows):
+    """Write a task of passkeys into the folder; return the options for it."""
+    measure = Passkey(trials=rows)
+    measure.prepare(tokenizer, [length])
+    lines = [
+        {"q": tokenizer.decode(row.prompt, skip_special_tokens=True), "a": row.key} for row in measure.documents(length)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "local.yaml").write_text(TASK.format(rows=folder / "rows.jsonl", answer=5))
+    passkeys = ["--tasks", "passkey", "--trials", 1, "--lengths", 400]
+    return [*passkeys, "--harness", "local_key", "--harness-path", folder]
+
+
 def test_tasks_of_lm_eval_have_the_same_scores(serve, tokenizer, tmp_path):
     pytest.importorskip("lm_eval")
-    measure = Passkey(trials=4)
-    measure.prepare(tokenizer, [256])
-    rows = [
-        {"q": tokenizer.decode(row.prompt, skip_special_tokens=True), "a": row.key} for row in measure.documents(256)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "local.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl", answer=5))
-    words = [
-        "--tasks",
-        "passkey",
-        "--trials",
-        1,
-        "--lengths",
-        400,
-        "--harness",
-        "local_key",
-        "--harness-path",
-        tmp_path,
-    ]
+    words = lm_eval_task(tokenizer, tmp_path, length=256, rows=4)
     with serve() as server:
         words += ["--url", server.url, "--like", BASE, "--output", tmp_path / "out"]
         assert forked(run, BASE, *words).value == 0
@@ -276,24 +272,62 @@ def test_as_a_function(serve, model, tokenizer):
     assert found == passkey(model, tokenizer, [300], trials=3, progress=False)
 
 
-def same_answers_as_here(url, output, *words):
-    code = run(BASE, "--url", url, "--like", BASE, "--tasks", "passkey", "--lengths", "100,128", "--trials", 20,
-               "--output", output, *words)  # fmt: skip
-    assert code == 0
-    here, served = models_of(output)
-    assert rows_of(here, "passkey") == rows_of(served, "passkey")
-    assert len(rows_of(here, "passkey")) == 40 and all(score == 1 for score, _ in rows_of(here, "passkey"))
+# --- real servers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(LLAMA_CPP is None, reason="llama.cpp is not installed")
-def test_the_server_of_llama_cpp_gives_the_same_answers(tmp_path):
-    program, converter = LLAMA_CPP
-    file = real_servers.to_gguf(converter, BASE, tmp_path / "base.gguf")
-    with real_servers.llama_server(program, file, "-c", "256") as url:
-        same_answers_as_here(url, tmp_path / "out")
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory, tokenizer):
+    """The base with a window of 4,096 tokens, as llama.cpp refuses prompts beyond the window."""
+    folder = tmp_path_factory.mktemp("served") / "extended"
+    config = extend_context(AutoConfig.from_pretrained(BASE), 4096, rope="yarn")
+    AutoModelForCausalLM.from_pretrained(BASE, config=config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.skipif(not real_servers.has_transformers_serve(), reason="transformers serve is not installed")
-def test_transformers_serve_gives_the_same_answers(tmp_path):
-    with real_servers.transformers_server(BASE) as url:
-        same_answers_as_here(url, tmp_path / "out", "--served-model", BASE)
+@pytest.fixture(scope="module", params=["llama.cpp", "transformers serve"])
+def real_server(request, extended, tmp_path_factory):
+    """What the command needs to know of a real server of the extended base."""
+    if request.param == "llama.cpp":
+        if LLAMA_CPP is None:
+            pytest.skip("llama.cpp is not installed")
+        program, converter = LLAMA_CPP
+        file = real_servers.to_gguf(converter, extended, tmp_path_factory.mktemp("gguf") / "base.gguf")
+        # By default llama.cpp keeps keys and values in float16, which changes long answers.
+        exact = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+        with real_servers.llama_server(program, file, "-c", "2048", *exact) as url:
+            yield ["--url", url]
+    else:
+        if not real_servers.has_transformers_serve():
+            pytest.skip("transformers serve is not installed")
+        with real_servers.transformers_server(extended) as url:
+            yield ["--url", url, "--served-model", extended]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tasks", "passkey", "--lengths", 128, "--trials", 12],
+        ["--tasks", "needle,topics", "--lengths", 1100, "--trials", 1],
+        ["--tasks", "haystack", "--lengths", 600, "--facts", 3],
+        ["--tasks", "ruler", "--ruler-tasks", "vt,niah_multikey_2", "--lengths", 1100, "--trials", 1],
+    ],
+    ids=lambda words: words[1],
+)
+def test_a_real_server_gives_the_answers_of_this_process(real_server, extended, text, tmp_path, words):
+    given = ["--texts", text] if "haystack" in words else []
+    assert run(extended, *real_server, "--like", extended, *words, *given, "--output", tmp_path / "out") == 0
+    here, served = models_of(tmp_path / "out")
+    measures = words[1].split(",")
+    assert rows_of(here, *measures) == rows_of(served, *measures)
+    if measures == ["passkey"]:
+        assert {score for score, _ in rows_of(here, "passkey")} == {0.0, 1.0}
+
+
+def test_a_real_server_gives_the_scores_of_lm_eval(real_server, extended, tokenizer, tmp_path):
+    pytest.importorskip("lm_eval")
+    words = lm_eval_task(tokenizer, tmp_path, length=128, rows=12)
+    words += [*real_server, "--like", extended, "--output", tmp_path / "out"]
+    assert forked(run, extended, *words).value == 0
+    here, served = models_of(tmp_path / "out")
+    assert here["harness"] == served["harness"] and 0 < here["harness"]["rows"][0]["score"] < 1
