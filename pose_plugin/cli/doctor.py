@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     )
     add(
         "--base",
-        help="the model before training: repairs take its base and window (default for an adapter: as its "
+        help="the model before training: repairs take its rope_theta and window (default for an adapter: as its "
         "adapter_config.json says)",
     )
     add("--json", action="store_true", help="print one JSON object per folder instead of text")

@@ -210,7 +210,7 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     # Two forms.
     (
-        "gpustack/gpustack#4236: rope_scaling as vLLM's users are told, over a config that transformers 5 saved",
+        "gpustack/gpustack#4236: rope_scaling as advised for vLLM, over a config that transformers 5 saved",
         "forms disagree",
         {
             "config.json": new(
@@ -236,6 +236,21 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         },
         None,
         {"rope_parameters.factor": 4.0, "rope_scaling.rope_theta": 1e5, "rope_theta": 1e5},
+    ),
+    (
+        "vllm-project/vllm#42624 and then rope_scaling by hand: two bases besides two forms",
+        "forms disagree",
+        {
+            "config.json": {
+                **QWEN3,
+                "rope_theta": 10000.0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": yarn(4.0, 32768),
+                "max_position_embeddings": 131072,
+            }
+        },
+        None,
+        None,
     ),
     (
         "NVIDIA-NeMo/Megatron-Bridge#3077: the same if both forms agree, except that one has the base",
@@ -499,7 +514,7 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     # Records.
     (
-        "JIA-Lab-research/LongLoRA#181 with a record: the base's config.json in the place of the trained one",
+        "JIA-Lab-research/LongLoRA#181 with a record: the base's config.json instead of the trained one",
         "record and config differ",
         {"config.json": SMALL, "pose.json": {"target_length": 32768, "trained": {"steps": 100}}},
         None,

@@ -1,4 +1,4 @@
-"""`pose-plugin doctor --url`: a server that ignores the scaling is told from one that applies it."""
+"""`pose-plugin doctor --url`: it distinguishes a server that ignores the scaling from one that applies it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ def forms_disagree(folder: Folder) -> Iterator[Problem]:
     differing = [key for key in sorted(new.keys() | old.keys()) if _differs(key, new, old, top)]
     if not differing:
         return
-    meant = _meant(folder, new, old)
+    bases = [each for each in (top, inside, number(old.get("rope_theta"))) if each]
+    theta = bases[0] if bases else None
+    # With two bases, more than the scaling is uncertain.
+    meant = _meant(folder, new, old) if all(each == theta for each in bases) else None
     fix = "Keep the one that the model was trained with, or write the same values into both"
     if meant:
         fits = f", which fits max_position_embeddings={folder.maximum}" if _reaches(folder, meant) else ""
@@ -49,7 +52,7 @@ def forms_disagree(folder: Folder) -> Iterator[Problem]:
         "transformers 5 reads rope_scaling if both are there, and engines differ, so the same folder has two ropes",
         fix,
         "error",
-        {CONFIG: _united(folder, new, old, top or inside, meant)} if meant else {},
+        {CONFIG: _united(folder, new, old, theta, meant)} if meant else {},
     )
 
 
