@@ -59,6 +59,20 @@ def done(*command, cwd=os.sep):
     return run.stdout
 
 
+def test_links_of_the_readme_are_absolute_on_pypi(tmp_path):
+    """The step of publish.yml leaves no link that only works in the repository."""
+    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    steps = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text("utf-8"))["jobs"]["build"]["steps"]
+    (script,) = [step["run"] for step in steps if "README.md" in step.get("run", "")]
+    variables = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1", "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=variables, check=True)
+    text = (tmp_path / "README.md").read_text("utf-8")
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(targets) > 10 and all(target.startswith("https://") for target in targets), targets
+    assert "](https://github.com/owner/name/raw/v1/docs/figures/quickstart.png)" in text
+    assert "](https://github.com/owner/name/blob/v1/docs/smollm2.md)" in text
+
+
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path, copy):
     done(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy)
     (built,) = tmp_path.glob("*.whl")
