@@ -58,7 +58,7 @@ class PositionCollator:
         packs: whether the trainer is set up for packed rows; None if no trainer is bound.
         target_from_model: True until `settle_target` has set a target that the settings leave to the model.
 
-    Example:
+    Examples:
         >>> pad = DataCollatorForSeq2Seq(tokenizer)
         >>> first = {"input_ids": [10, 11, 12, 13, 14, 15], "labels": [10, 11, 12, 13, 14, 15]}
         >>> second = {"input_ids": [20, 21, 22], "labels": [20, 21, 22]}

@@ -109,6 +109,8 @@ def test_api_page_has_every_public_name():
         module, _, attribute = name.rpartition(".")
         if attribute != "PosePlugin" or importlib.util.find_spec("axolotl"):
             assert getattr(importlib.import_module(module), attribute) is getattr(pose_plugin, attribute)
+            # The page takes only "Examples:" for a section of code.
+            assert "Example:" not in (getattr(pose_plugin, attribute).__doc__ or "")
 
 
 def test_badges_of_the_readme_are_those_of_the_package():

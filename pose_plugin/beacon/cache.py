@@ -31,10 +31,10 @@ _COPIED = ("pieces", "open", "tail", "tokens", "text", "ratios", "open_ratio", "
 class BeaconCache(PlainCache):
     """Keys and values of a stream, per layer: memory (beacons, positions 0…m−1) and tail (the open interval).
 
-    Example:
-        context = model.condense(document_ids)
-        context.save("document.safetensors")
-        answer = model.generate(question_ids, context=BeaconCache.load("document.safetensors"))
+    Examples:
+        >>> context = model.condense(document_ids)
+        >>> context.save("document.safetensors")
+        >>> answer = model.generate(question_ids, context=BeaconCache.load("document.safetensors"))
 
     Attributes:
         tokens: raw tokens seen in all.

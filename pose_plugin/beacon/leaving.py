@@ -33,10 +33,10 @@ def dynamic_cache(cache: Any) -> DynamicCache:
 
     Until the open interval is full, the logits are bit for bit those of the Beacon model.
 
-    Example:
-        past = context.to_dynamic_cache()
-        mask = torch.ones(1, past.get_seq_length() + question_ids.shape[1], dtype=torch.long)
-        answer = base.generate(question_ids, attention_mask=mask, past_key_values=past)
+    Examples:
+        >>> past = context.to_dynamic_cache()
+        >>> mask = torch.ones(1, past.get_seq_length() + question_ids.shape[1], dtype=torch.long)
+        >>> answer = base.generate(question_ids, attention_mask=mask, past_key_values=past)
 
     Raises:
         PoSEError: the cache is empty.
@@ -50,10 +50,10 @@ def dynamic_cache(cache: Any) -> DynamicCache:
 def save_cartridge(cache: Any, model: Any, folder: str | Path) -> None:
     """Write a stream as a PEFT Cartridge: a prefix of keys and values, which PEFT ≥ 0.20 loads without this package.
 
-    Example:
-        save_cartridge(context, model, "document")
-        model = PeftModel.from_pretrained(base, "document")
-        answer = model.generate(input_ids=question_ids)
+    Examples:
+        >>> save_cartridge(context, model, "document")
+        >>> model = PeftModel.from_pretrained(base, "document")
+        >>> answer = model.generate(input_ids=question_ids)
 
     Args:
         cache: the stream, of one text.

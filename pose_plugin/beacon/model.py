@@ -338,9 +338,9 @@ def condensing(model: Any, ratio: int | str | None = None, compression_ratio: fl
         ratio: α, raw tokens per beacon, or "adapt".
         compression_ratio: instead of `ratio`, the share of the cache that is removed, as in kvpress: 0.875 is ratio 8.
 
-    Example:
-        with condensing(model, ratio=8):
-            answer = model.generate(ids, max_new_tokens=32)
+    Examples:
+        >>> with condensing(model, ratio=8):
+        ...     answer = model.generate(ids, max_new_tokens=32)
 
     Raises:
         PoSEError: the model has no Beacon adapter, or the ratio is not valid.

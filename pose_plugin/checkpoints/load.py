@@ -33,7 +33,7 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
         PoSEError: no such folder, an adapter without the extended config next to it, PEFT missing.
         RopeMismatchError: the loaded model's frequencies are not those of its config.
 
-    Example:
+    Examples:
         >>> model = load_extended("outputs/adapter", dtype=torch.bfloat16)
         >>> merged = model.merge_and_unload()
     """

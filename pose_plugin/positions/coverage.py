@@ -118,7 +118,7 @@ def coverage(
     Raises:
         PoSEError: neither `window` nor `train_length` is given, or the target is too large to simulate.
 
-    Example:
+    Examples:
         >>> seen = coverage(PoSESettings(target_length=16384, train_length=2048))
         >>> seen.probability[[1024, 8192]].round(2)
         array([1.  , 0.14])

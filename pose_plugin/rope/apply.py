@@ -42,7 +42,7 @@ def extend_context(
     Raises:
         PoSEError: see `plan_rope`; or a setting was given twice.
 
-    Example:
+    Examples:
         >>> config = extend_context(AutoConfig.from_pretrained(base), target_length=32768, rope="yarn")
         >>> model = AutoModelForCausalLM.from_pretrained(base, config=config)
     """
