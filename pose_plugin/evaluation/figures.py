@@ -78,7 +78,7 @@ def line_caption(report: Report, measure: type[Measure], kind: str, rows: list[R
     """Return what a picture of `lines` shows: the axes, the points, the bars and the marks."""
     said = [f"{_subject(measure, kind)} by {_plain(measure.x_label)}."]
     if measure.higher_is_better:
-        said.append(f"A point is the mean of {_count(rows)} answers. Its bar is the 95 % interval of Wilson (1927).")
+        said.append(f"A point is {_mean(rows)}. Its bar is the 95 % interval of Wilson (1927).")
         if len(report.models) > 1:
             said.append("The points of different models are moved apart a little, so that none hides another.")
     else:
@@ -95,7 +95,7 @@ def heat_map_caption(report: Report, measure: type[Measure], kind: str, rows: li
     """Return what a picture of `heat_map` shows: the axes, the cells and the marks."""
     said = [
         f"{_subject(measure, kind)} in per cent, by {_plain(measure.x_label)} and {measure.depth_label}.",
-        f"0 % is the start of the prompt. A cell is the mean of {_count(rows)} answers; grey ones were not measured.",
+        f"0 % is the start of the prompt. A cell is {_mean(rows)}; grey ones were not measured.",
     ]
     if report.train_length:
         said.append(f"Left of the solid line: within the trained window, {report.train_length} tokens.")
@@ -126,9 +126,11 @@ def _limits(lengths: Iterable[int]) -> tuple[float, float]:
     return ordered[0] / 1.25, ordered[-1] * 1.25
 
 
-def _count(rows: Iterable[Row]) -> str:
+def _mean(rows: Iterable[Row]) -> str:
     counts = sorted({row.n for row in rows})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    if counts == [1]:
+        return "one answer"
+    return f"the mean of {' to '.join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))} answers"
 
 
 def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple[int, str, dict[int, Row]]]) -> None:

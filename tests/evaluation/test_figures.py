@@ -173,7 +173,7 @@ def test_heat_maps(drawn, name, expected, label):
                      "target window, 4096"]),
         ("passkey_depth", ["prompt length and depth of the key", "mean of 4 answers", "trained window, 1024"]),
         ("perplexity", ["Perplexity by window size. Lower is better.", "target window, 4096"]),
-        ("needle_kv", ["Needles found (kv)", "mean of 1 answers"]),
+        ("needle_kv", ["Needles found (kv)", "A cell is one answer"]),
         ("gap", ["Loss of the moved tokens by farthest position. Lower is better."]),
     ],
 )  # fmt: skip
