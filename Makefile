@@ -1,6 +1,8 @@
 # `make demo` and `make test` build what they need; everything else assumes one of their environments.
 # The environment that lint and docs use; `make lint RUN=` uses the one you are in.
 RUN ?= .ci/with 3.11
+KILLS = $(addprefix tests/,checkpoints/test_whole.py evaluation/test_command.py evaluation/test_served.py \
+  synthesize/test_resume.py training/test_kill.py)
 .PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl fuzz lint docs dist clean
 
 help:            ## list the targets
@@ -23,8 +25,9 @@ test-fast:       ## the quick tests in the environment you are in (pip install -
 test-3.11 test-3.12 test-trl:
 	.ci/test $(@:test-%=%)
 
-fuzz:            ## a long search with random settings, bases, documents, folders, answers and command lines
+fuzz:            ## a long search: random inputs, and kills of every command that writes; an hour or two
 	POSE_FUZZ_EXAMPLES=20000 .ci/with 3.11 python -m pytest -q tests/fuzz
+	POSE_KILLS=30 .ci/with 3.11 python -m pytest -q -k kill $(KILLS)
 
 lint:            ## ruff and mypy
 	$(RUN) ruff check .

@@ -29,6 +29,19 @@ def test_links_and_pictures_exist():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_numbers_of_random_inputs_and_kills():
+    def number(file, pattern):
+        (found,) = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"))
+        return f"{int(found):,}"
+
+    inputs, more_inputs = number("tests/fuzz/settings.py", r'EXAMPLES", "(\d+)"'), number("Makefile", r"EXAMPLES=(\d+)")
+    kills, more_kills = number("tests/kill.py", r'POSE_KILLS", "(\d+)"'), number("Makefile", r"POSE_KILLS=(\d+)")
+    for name in ("docs/verified.md", "CONTRIBUTING.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert f"{inputs} inputs per test" in page and more_inputs in page, name
+        assert re.search(rf"{kills} (times|moments)", page) and re.search(rf"{more_kills} (times|in `make)", page), name
+
+
 def test_readme_trl_snippet(tmp_path):
     pytest.importorskip("trl")
     (snippet,) = blocks(ROOT / "README.md", "python")

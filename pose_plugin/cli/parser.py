@@ -19,7 +19,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        # With abbreviations, `--token KEY` would be --tokens-per-second, and the message would show the key.
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
         self._complaints: list[str] = []
         self._wrong: set[str] = set()
 
@@ -47,7 +48,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise PoSEError for what leaves no line to parse, such as an option without its value."""
-        message = re.sub(r"=.*(?= could match )", "", message, flags=re.DOTALL)
         message = re.sub(r"ignored explicit argument .*", "it takes no value", message, flags=re.DOTALL)
         raise PoSEError("\n".join([*self._complaints, message, f"See {self.prog} --help"]))
 

@@ -188,10 +188,11 @@ class Server(AnyServer):
 def _logprobs(found: Any) -> list[float]:
     """Return the log-probabilities of a choice: vLLM's completions list them, llama.cpp and chats name each."""
     listed = at(found, "token_logprobs")
-    if not listed:
+    if not isinstance(listed, list):
         listed = at(found, "content")
         listed = [at(each, "logprob") for each in listed] if isinstance(listed, list) else []
-    return [float(each) for each in listed if isinstance(each, int | float)]
+    # JSON has integers that are too large for a float.
+    return [float(each) for each in listed if isinstance(each, int | float) and abs(each) < 1e9]
 
 
 def needles(server: Server, lengths: Sequence[int]) -> Iterator[Needle]:

@@ -17,6 +17,7 @@ from pose_plugin.config import PoSESettings, parse_settings
 from pose_plugin.evaluation.settings import checked
 from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
+from pose_plugin.utils.files import read_json
 
 # The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
@@ -413,6 +414,9 @@ def base_config(place: str, name: str) -> dict[str, Any]:
     """
     from transformers import PretrainedConfig
 
+    file = Path(place) / "config.json"
+    if file.is_file():
+        return read_json(file)
     try:
         return PretrainedConfig.get_config_dict(place)[0]
     except (OSError, ValueError) as error:

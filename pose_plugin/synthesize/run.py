@@ -30,13 +30,14 @@ from pose_plugin.synthesize.output import (
 from pose_plugin.synthesize.paid import Answers, Ledger
 from pose_plugin.synthesize.select import Collection
 from pose_plugin.synthesize.server import Server, StopError
-from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, check_address
+from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks import MODULES
 from pose_plugin.synthesize.tasks.common import Item, Made
 from pose_plugin.utils.clean import Cleaner, secrets_of
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import write_json
 from pose_plugin.utils.log import log
+from pose_plugin.utils.server import check_address
 
 
 @dataclass

@@ -11,16 +11,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    HttpUrl,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import LONGEST, length_or_same
+from pose_plugin.utils.server import check_address
 
 # The files that a run writes into its output folder.
 ROWS, SOURCES, JOURNAL, MANIFEST = "train.jsonl", "sources.jsonl", "journal.jsonl", "manifest.json"
@@ -224,15 +222,6 @@ def _sentence(item: Any) -> str:
         return f"{option(first)} is missing: {Settings.model_fields[first].description}"
     place = " ".join([option(first), *(part for part in rest if part != "[key]")])
     return f"{place} {item['input']!r}: {item['msg']}; {Settings.model_fields[first].description}"
-
-
-def check_address(name: str, url: str) -> None:
-    """Raise PoSEError if `url` is not the address of a server."""
-    try:
-        TypeAdapter(HttpUrl).validate_python(url)
-    except ValidationError:
-        address = without_password(url)
-        raise PoSEError(f"{name} {address!r} is not an address; write e.g. http://localhost:8000/v1") from None
 
 
 def option(name: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import HttpUrl, TypeAdapter, ValidationError
+
 from pose_plugin.utils.clean import Cleaner, secrets_of, without_password
 from pose_plugin.utils.errors import PoSEError
 
@@ -100,6 +102,7 @@ class Server:
             import openai
         except ImportError:
             raise PoSEError(f"--url {without_password(url)} needs the package openai; pip install openai") from None
+        check_address("--url", url)
         self._openai: Any = openai
         self._clean = Cleaner(secrets_of(key or "", url))
         self.address, self._timeout, self._option = without_password(url), timeout, option
@@ -194,6 +197,9 @@ class Server:
             if isinstance(error, self._openai.APITimeoutError) and name != "ConnectTimeout":
                 raise ServerGoneError(f"--url {self.address}: {self.slow.format(self._timeout)}", said=why) from None
             raise ServerGoneError(f"--url {self.address}: the server does not answer ({why})", said=why) from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            # The client does not expect bodies that are not JSON, or JSON of another form.
+            raise self._no_completion(f"{type(error).__name__}: {error}") from None
 
     def _of_status(self, error: Any) -> ServerError:
         body = error.body if isinstance(error.body, dict) else {}
@@ -251,6 +257,24 @@ def words_of(content: Any) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
+def check_address(option: str, url: str) -> None:
+    """Raise PoSEError if `url` is not the address of a server.
+
+    Args:
+        option: how the user gave it, for the message.
+    """
+    try:
+        TypeAdapter(HttpUrl).validate_python(url)
+    except ValidationError:
+        right = False
+    else:
+        # pydantic drops control characters at the ends, and the client fails at them.
+        right = url.isprintable()
+    if not right:
+        address = without_password(url)
+        raise PoSEError(f"{option} {address!r} is not an address; write e.g. http://localhost:8000/v1")
+
+
 def key_of(variable: str | None) -> str | None:
     """Return the API key that an environment variable holds; None if no variable is named.
 
@@ -262,6 +286,8 @@ def key_of(variable: str | None) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise PoSEError("--key-variable: the environment has no variable of that name; export it first")
+    if not key.isascii() or not key.isprintable():
+        raise PoSEError("--key-variable: its value has characters that no key has and that cannot be sent")
     return key
 
 

@@ -71,6 +71,7 @@ def test_the_value_of_an_unknown_option_is_not_shown(capsys):
         "plan --api-key=sk-SECRET",
         "check x --key sk-SECRET",
         "synthesize --token=sk-SECRET",
+        "plan --token=sk-SECRET",
         "synthesize --quiet=sk-SECRET",
     ):
         assert main(line.split()) == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
@@ -22,6 +24,8 @@ BASES = [
     | {"intermediate_size": 64, "num_key_value_heads": 1, "max_position_embeddings": 4096, "head_dim": 32}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 ]
+CONFIGS = Path(__file__).parent.parent / "data" / "published_configs" / "models.jsonl"
+BASES += [json.loads(line)["config"] for line in CONFIGS.read_text(encoding="utf-8").splitlines()]
 ROPES = st.one_of(
     st.none(),
     st.fixed_dictionaries(
@@ -47,10 +51,11 @@ LENGTHS = st.sampled_from([1, 1024, 8192, 16384, 131072, 2**31 - 1, 0, -5, 8192.
 @given(st.sampled_from(BASES), ROPES, LENGTHS, st.sampled_from(sorted(KINDS)), st.sampled_from([2, 8, 1.5]))
 def test_any_base_and_kind(base, rope, maximum, kind, times):
     config = copy.deepcopy(base)
+    text = config.get("text_config", config)
     if rope is not None:
-        config[("rope_scaling", "rope_parameters")["rope_parameters" in base]] = rope
+        text[("rope_scaling", "rope_parameters")["rope_parameters" in text]] = rope
     if maximum != 1:
-        config["max_position_embeddings"] = maximum
+        text["max_position_embeddings"] = maximum
     before = copy.deepcopy(config)
     try:
         source = read_rope(config)

@@ -375,5 +375,5 @@ def test_yamls_that_are_not_text_or_have_no_base(tmp_path, content):
 
 def test_a_config_that_is_not_json(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(PoSEError, match=r"config\.json.* cannot be read"):
+    with pytest.raises(PoSEError, match=r"config\.json is not valid JSON"):
         from_values({"base_model": str(tmp_path), "sequence_len": 9})
