@@ -53,8 +53,14 @@ def text(plan: Plan) -> str:
 
 def _layers(rope: RopePlan) -> str:
     """Return the reach table: what each kind of layers sees, and what the extension changes there."""
+    stretched = rope.type != "none" and not rope.fixed
     rows = [
-        (f"{each.layers} × {each.name}", each.frequencies or "none", each.span, each.change(rope.original_length))
+        (
+            f"{each.layers} × {each.name}",
+            each.frequencies or "none",
+            each.span,
+            each.change(rope.original_length, stretched),
+        )
         for each in rope.reach
     ]
     table = [("layers", "rope", "sees", "what an extension changes"), *rows]

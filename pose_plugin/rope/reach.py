@@ -55,16 +55,19 @@ class LayerKind:
         """Return whether a token attends more than `length` tokens back."""
         return self.attends and (self.sees is None or self.sees > length)
 
-    def change(self, original: int) -> str:
+    def change(self, original: int, stretched: bool = True) -> str:
         """Return what an extension of RoPE can change in these layers.
 
         Args:
             original: L_0, the window that the base was trained with.
+            stretched: False if the extension leaves the frequencies as they are, as `rope: none` does.
         """
         if not self.attends:
             return "nothing: they read tokens in order and know no positions"
         if not self.rotates:
             return "nothing: they know no positions"
+        if not stretched:
+            return "nothing: their frequencies stay as they are"
         if self.sees_beyond(original):
             return "their frequencies are stretched"
         if self.shared:

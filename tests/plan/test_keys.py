@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from pose_plugin.cli.main import main
-from pose_plugin.plan import config_reader
-from pose_plugin.plan.config_reader import from_yaml, known_keys, unknown_keys
+from pose_plugin.plan import keys
+from pose_plugin.plan.config_reader import from_yaml
+from pose_plugin.plan.keys import known_keys, unknown_keys
 from pose_plugin.utils.errors import PoSEError
 from tests.plan.test_plan import EXAMPLES, base, values  # noqa: F401 - base is a fixture
 
@@ -51,7 +52,7 @@ def test_examples_have_no_unknown_key():
 
 
 def test_nothing_is_reported_without_axolotl(monkeypatch):
-    monkeypatch.setattr(config_reader.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(keys.importlib.util, "find_spec", lambda name: None)
     assert known_keys() == set() and unknown_keys({"learning_rat": 1}) == []
 
 

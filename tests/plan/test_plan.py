@@ -12,6 +12,7 @@ import yaml
 from pose_plugin.cli.main import main
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
+from pose_plugin.plan.report import text
 from pose_plugin.utils.errors import PoSEError
 from tests.plan.test_architecture import LLAMA3_8B
 
@@ -59,6 +60,16 @@ def test_numbers_of_a_plan(base):
     assert found["parameters"] == {"all": 8_030_261_248, "trained": 8_030_261_248}
     assert found["memory_bytes"]["total"] == plan.memory.total
     assert found["memory_bytes_full_length"] > plan.memory.total
+
+
+@pytest.mark.parametrize(
+    "rope, change",
+    [("none", "nothing: their frequencies stay as they are"), ("yarn", "their frequencies are stretched")],
+)
+def test_the_layers_show_what_changes(base, rope, change):
+    pose = {"target_length": 8192 if rope == "none" else 32768, "train_length": 4096, "rope": rope}
+    (line,) = [line for line in text(plan_of(base, pose=pose)).splitlines() if "32 × full_attention" in line]
+    assert line.endswith(change)
 
 
 def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
