@@ -31,7 +31,7 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # `import pose_plugin` offers names of every room and loads them on first use; the hook of torch patches other packages.
-FACE = {"__init__", "__main__", "_autoload", "_top"}
+FACE = {"__init__", "__main__", "_autoload", "_editable", "_top"}
 
 
 def room_of(parts) -> str:

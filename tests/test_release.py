@@ -45,7 +45,7 @@ def copy(tmp_path):
     folder = tmp_path / "copy"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.split("\n"):
-        if name.startswith("pose_plugin/") or name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        if name.startswith("pose_plugin/") or name in ("pyproject.toml", "README.md", "LICENSE"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
     return folder
