@@ -204,6 +204,9 @@ class _Child:
             if "torch" in sys.modules:
                 # Threads that torch has made in the parent are not here, and whoever gives them work waits for ever.
                 sys.modules["torch"].set_num_threads(1)
+            if "accelerate.state" in sys.modules:
+                # A trainer that an earlier test made in this process would decide how many ranks there are.
+                sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
             try:
                 send.send((True, case(*args)))
             except BaseException as error:

@@ -90,7 +90,7 @@ def compare_forms(report: CheckReport, saved: Saved, ours: bool) -> None:
     if saved.older:
         report.add("older form", None, "config.json has no rope_parameters, the form of transformers 5")
         return
-    wanted = legacy_copies(saved.rope_parameters, saved.model_type)
+    wanted = legacy_copies(saved.newer_parameters, saved.model_type)
     if wanted.get("rope_scaling") is not None and text.get("rope_scaling") is None:
         sentence = (
             "config.json has no rope_scaling: transformers 4, llama.cpp's converter and older vLLM would use the "

@@ -132,9 +132,18 @@ class Saved:
                 f"{self.path}/config.json has neither rope_parameters nor rope_theta nor max_position_embeddings; "
                 "name the folder of a model with rotary positions"
             )
+        return self._normalised(found)
+
+    @property
+    def newer_parameters(self) -> dict[str, Any]:
+        """All rope parameters of the key `rope_parameters` alone."""
+        return self._normalised(self.text.get("rope_parameters") or {})
+
+    def _normalised(self, found: dict[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(FULL), dict):
             return {key: normalise(value) if isinstance(value, dict) else value for key, value in found.items()}
-        return {"rope_theta": float(theta or _USUAL_THETA), **normalise(found)}
+        theta = self.text.get("rope_theta") or self.text.get("rotary_emb_base") or _USUAL_THETA
+        return {"rope_theta": float(theta), **normalise(found)}
 
     @cached_property
     def rope(self) -> dict[str, Any]:
