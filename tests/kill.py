@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forked import LIMIT
+
 KILLS = int(os.environ.get("POSE_KILLS", "3"))
 # The calls before which a run is killed: those of the operating system, and those of open files.
 _SYSTEM = {"open", "fsync", "replace", "rename", "link", "symlink", "mkdir", "unlink", "rmdir", "chmod", "sendfile"}
@@ -140,13 +142,12 @@ def run(
     pid = os.fork()
     if pid == 0:
         _child(command, folder, where, point, count or point is not None)
-    if seconds is not None:
-        timer = threading.Timer(seconds, _kill, (pid,))
-        timer.start()
+    # A child that hangs is killed too, and fails the test below.
+    timer = threading.Timer(LIMIT if seconds is None else seconds, _kill, (pid,))
+    timer.start()
     _, status = os.waitpid(pid, 0)
-    if seconds is not None:
-        # The child is a zombie until it is waited for, so its number cannot have become another process's in time.
-        timer.cancel()
+    # The child is a zombie until it is waited for, so its number cannot have become another process's in time.
+    timer.cancel()
     _kill(pid)  # what it started itself, e.g. a process that reloads a folder
     output = where.with_suffix(".output").read_text(errors="replace") if where.with_suffix(".output").exists() else ""
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and (point, seconds) != (None, None):
@@ -170,6 +171,7 @@ def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        _own_locks()
         watch = _Watch(point)
         value = watch.over(command, folder) if watched else command(folder)
         where.write_bytes(pickle.dumps((value, watch.points)))
@@ -180,6 +182,20 @@ def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _own_locks() -> None:
+    """Give this process its own lock of progress bars.
+
+    Forked processes share tqdm's lock, and a child that is killed while it holds the lock never releases it.
+    """
+    if "tqdm" in sys.modules:
+        pending = [sys.modules["tqdm"].tqdm]
+        lock = threading.RLock()
+        while pending:
+            bar = pending.pop()
+            bar.set_lock(lock)
+            pending += bar.__subclasses__()
 
 
 class _Watch:

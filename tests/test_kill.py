@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.utils.files import write_whole
-from tests.kill import survives
+from tests.kill import run, survives
 
 
 def _write_as_one(folder: Path) -> int:
@@ -34,3 +34,18 @@ def test_a_run_that_does_not_recover_is_found(tmp_path):
 def test_a_run_that_raises_is_no_kill(tmp_path):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         survives(lambda folder: 1 // 0, tmp_path)
+
+
+def test_a_killed_child_keeps_no_lock_of_progress_bars(tmp_path):
+    from tqdm import tqdm
+
+    list(tqdm(range(1)))
+
+    def killed_with_the_lock(folder):
+        tqdm.get_lock().acquire()
+        (folder / "file").touch()
+
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    assert run(killed_with_the_lock, tmp_path / "one", point=0).killed
+    assert run(lambda folder: len(list(tqdm(range(2)))), tmp_path / "other", seconds=60).value == 2
