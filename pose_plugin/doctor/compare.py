@@ -57,10 +57,10 @@ class Compared:
     def verdict(self) -> str:
         """ "applied", "other" for another rope, "unclear", or "none" if no rope explains the answers."""
         mine, spread = self.distances[CONFIGURED], max(self.distances.values()) - min(self.distances.values())
-        if spread < _CLEAR:
-            return "unclear"
         if self.distances[self.nearest] > _FAR:
             return "none"
+        if spread < _CLEAR:
+            return "unclear"
         return "applied" if mine - self.distances[self.nearest] < _CLEAR else "other"
 
 
@@ -206,7 +206,7 @@ def judge(server: Server, folder: Folder, compared: Compared) -> list[Finding]:
             )
         )
     mine, nearest = compared.distances[CONFIGURED], compared.nearest
-    by = "log-probabilities" if compared.logprobs else "words, for the server returns no log-probabilities"
+    by = "log-probabilities" if compared.logprobs else "words (it returns no log-probabilities)"
     shown = f"{mine:.3f} nats"
     other = f"{compared.distances[nearest]:.3f} {nearest}"
     if compared.verdict == "unclear":
@@ -218,7 +218,7 @@ def judge(server: Server, folder: Folder, compared: Compared) -> list[Finding]:
         return [*findings, Finding("rope", shown, happens, "Compare with the folder that it serves")]
     if compared.verdict == "applied":
         away = min(value for name, value in compared.distances.items() if name != CONFIGURED)
-        happens = f"the server applies the scaling, by its {by} (the next rope is {away:.3f} away)"
+        happens = f"the server applies the scaling, by its {by}; the next rope is {away:.3f} away"
         return [*findings, Finding("rope", shown, happens, "", "info")]
     ignored = nearest.startswith("without its scaling")
     happens = f"the server {'ignores the scaling' if ignored else 'computes another rope'}, by its {by}: {other}"
