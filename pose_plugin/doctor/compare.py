@@ -91,7 +91,7 @@ def compare(server: Server, folder: Folder, text: str, lengths: Sequence[int] = 
         model = load_extended(folder.path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PoSEError(
-            f"--like {folder.path}: its model or its tokenizer does not load: {shown(error, 300)}. "
+            f"--like {folder.path}: its model or its tokenizer does not load: {shown(error, 300).rstrip('.')}. "
             f"`pose-plugin doctor {folder.path}` looks for the cause"
         ) from error
     ids = tokenizer(text, verbose=False)["input_ids"]

@@ -193,7 +193,12 @@ def test_broken_folders_end_every_command_with_a_sentence(tmp_path):
 
 @pytest.mark.parametrize(
     "line, message",
-    [([], "name a folder"), (["no/such/model"], "no/such/model"), (["{tmp}", "{tmp}", "--mend", "x"], "--mend x")],
+    [
+        ([], "name a folder"),
+        (["{tmp}/config.json"], "is a file"),
+        (["no/such/model"], "no/such/model"),
+        (["{tmp}", "{tmp}", "--mend", "x"], "--mend x"),
+    ],
 )
 def test_wrong_input(line, message, tmp_path, capsys):
     write(tmp_path, {"config.json": SMALL})
@@ -207,6 +212,8 @@ def test_an_existing_output_is_left_alone(tmp_path, capsys):
     assert main(["doctor", str(folder), "--mend", str(tmp_path / "there")]) == 2
     assert "--mend" in capsys.readouterr().err
     assert json.loads((tmp_path / "there" / "config.json").read_text()) == SMALL
+    assert main(["doctor", str(folder), "--mend", str(folder / "mended")]) == 2
+    assert "is inside" in capsys.readouterr().err and not (folder / "mended").exists()
 
 
 def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypatch, capsys):
