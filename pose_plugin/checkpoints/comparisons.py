@@ -105,10 +105,11 @@ def compare_forms(report: CheckReport, saved: Saved, ours: bool) -> None:
     if not ours:
         # transformers 5 saves no older keys, and a reader's default may be right.
         wrong = [key for key in wrong if text.get(key) is not None]
+    value = shown(wanted[wrong[0]]) if wrong and wanted[wrong[0]] is not None else "no scaling"
     report.add(
         "older form",
         not wrong,
-        f"{wrong[0]}={shown(text.get(wrong[0]))}, but rope_parameters needs {shown(wanted[wrong[0]])}"
+        f"{wrong[0]}={shown(text.get(wrong[0]))}, but rope_parameters has {value}"
         if wrong
         else "rope_parameters agrees with the keys that older readers know",
     )

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from pose_plugin.doctor import Folder, Problem, diagnose, read_folder
 from pose_plugin.doctor.engines import readings
+from pose_plugin.doctor.folder import CONFIG
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import parse_lengths
 from pose_plugin.utils.log import printable
@@ -85,8 +86,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(folder, problems)) if args.json else printable(_as_text(folder, problems)))
         code = max([code, *(_CODES[problem.finding.severity] for problem in problems)])
         if args.mend:
-            from pose_plugin.doctor.mend import write_mended
+            from pose_plugin.doctor.mend import mended, write_mended
 
+            if code == 0 and not mended(folder):
+                print(f"nothing to repair, so {args.mend} is not written", file=sys.stderr)
+                continue
             for file in write_mended(folder, Path(args.mend)):
                 print(f"wrote {args.mend}/{file}")
     return code
@@ -169,6 +173,8 @@ def _as_text(folder: Folder, problems: list[Problem]) -> str:
         width = max(len(row.engine) for row in rows)
         lines.append("  what engines take:")
         lines += [f"    {row.engine:<{width}}  {row.window or '–':>9}  {row.rope}" for row in rows]
+    elif CONFIG in folder.files and any(problem.finding.severity == "error" for problem in problems):
+        lines.append("  what engines take: not known until the errors are repaired")
     return "\n".join(lines)
 
 

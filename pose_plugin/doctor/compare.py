@@ -20,7 +20,7 @@ from pose_plugin.doctor.folder import Folder
 from pose_plugin.doctor.server import Answer, Server
 from pose_plugin.export.engines import RULES, taken
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.findings import Finding
 from pose_plugin.utils.server import RefusedError
 
@@ -57,10 +57,10 @@ class Compared:
     def verdict(self) -> str:
         """ "applied", "other" for another rope, "unclear", or "none" if no rope explains the answers."""
         mine, spread = self.distances[CONFIGURED], max(self.distances.values()) - min(self.distances.values())
-        if spread < _CLEAR:
-            return "unclear"
         if self.distances[self.nearest] > _FAR:
             return "none"
+        if spread < _CLEAR:
+            return "unclear"
         return "applied" if mine - self.distances[self.nearest] < _CLEAR else "other"
 
 
@@ -79,17 +79,24 @@ def compare(server: Server, folder: Folder, text: str, lengths: Sequence[int] = 
         lengths: of the prompts, tokens.
 
     Raises:
-        PoSEError: the text is too short, the server refuses, or the model has one rope per layer type.
+        PoSEError: the text is too short, the server refuses, the folder does not load, or its model has one rope per
+            layer type.
     """
     from transformers import AutoTokenizer
 
     from pose_plugin.checkpoints.load import load_extended
 
-    tokenizer = AutoTokenizer.from_pretrained(folder.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        model = load_extended(folder.path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PoSEError(
+            f"--like {folder.path}: its model or its tokenizer does not load: {shown(error, 300).rstrip('.')}. "
+            f"`pose-plugin doctor {folder.path}` looks for the cause"
+        ) from error
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
         raise PoSEError(f"--compare {max(lengths)}: the text for it has {len(ids)} tokens; give shorter lengths")
-    model = load_extended(folder.path)
     modules = _rotary_modules(model)
     ropes = _ropes(folder, modules[0])
     rows = []
@@ -206,21 +213,21 @@ def judge(server: Server, folder: Folder, compared: Compared) -> list[Finding]:
             )
         )
     mine, nearest = compared.distances[CONFIGURED], compared.nearest
-    by = "log-probabilities" if compared.logprobs else "words, for the server returns no log-probabilities"
-    shown = f"{mine:.3f} nats"
+    by = "log-probabilities" if compared.logprobs else "words (it returns no log-probabilities)"
+    measured = f"{mine:.3f} nats"
     other = f"{compared.distances[nearest]:.3f} {nearest}"
     if compared.verdict == "unclear":
         happens = f"every rope explains the server's {by}, so prompts this short cannot tell"
         fix = f"Give longer prompts with --compare, past the old window of {folder.before or 'the base'}"
-        return [*findings, Finding("rope", shown, happens, fix, "info")]
+        return [*findings, Finding("rope", measured, happens, fix, "info")]
     if compared.verdict == "none":
         happens = f"no rope explains the server's {by} (nearest: {other}): it serves other weights, or samples"
-        return [*findings, Finding("rope", shown, happens, "Compare with the folder that it serves")]
+        return [*findings, Finding("rope", measured, happens, "Compare with the folder that it serves")]
     if compared.verdict == "applied":
         away = min(value for name, value in compared.distances.items() if name != CONFIGURED)
-        happens = f"the server applies the scaling, by its {by} (the next rope is {away:.3f} away)"
-        return [*findings, Finding("rope", shown, happens, "", "info")]
+        happens = f"the server applies the scaling, by its {by}; the next rope is {away:.3f} away"
+        return [*findings, Finding("rope", measured, happens, "", "info")]
     ignored = nearest.startswith("without its scaling")
     happens = f"the server {'ignores the scaling' if ignored else 'computes another rope'}, by its {by}: {other}"
     fix = "Look at the engine's lines in `pose-plugin export`, or convert the folder again"
-    return [*findings, Finding("rope", shown, happens, fix, "error")]
+    return [*findings, Finding("rope", measured, happens, fix, "error")]

@@ -58,7 +58,8 @@ def readings(folder: Folder) -> list[Reading]:
 
 
 def _compared(kind: str, mine: tuple[np.ndarray, float], first: tuple[np.ndarray, float]) -> str:
-    ratio = float(mine[0][-1] / first[0][-1])
+    turning = np.flatnonzero((mine[0] > 0) & (first[0] > 0))  # pairs that do not rotate are 0
+    ratio = float(mine[0][turning[-1]] / first[0][turning[-1]]) if turning.size else 1.0
     if np.allclose(mine[0], first[0], rtol=_SAME) and abs(mine[1] - first[1]) < _SAME:
         return f"{kind}"
     if abs(ratio - 1) > _SAME:

@@ -187,6 +187,8 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
     """
     path = _located(folder)
     if path is None:
+        if Path(folder).is_file():
+            raise PoSEError(f"{folder} is a file; name its folder, {Path(folder).parent}")
         raise PoSEError(
             f"{folder} is neither a folder nor a model in the local Hugging Face cache; give a folder, or download the "
             f"model's small files first: hf download {folder} --include '*.json'"

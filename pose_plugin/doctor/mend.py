@@ -64,8 +64,10 @@ def write_mended(folder: Folder, output: Path) -> list[str]:
         the names of the changed files.
 
     Raises:
-        PoSEError: no problem has a certain repair, or the output holds something else.
+        PoSEError: no problem has a certain repair, or the output holds something else or is inside the folder.
     """
+    if output.resolve().is_relative_to(folder.path.resolve()) and output.resolve() != folder.path.resolve():
+        raise PoSEError(f"--mend {output} is inside {folder.path}, which stays as it is; name a folder outside it")
     changed = mended(folder)
     if not changed:
         raise PoSEError(f"{folder.path}: no problem here has a repair that is certain to be right; follow the fixes")

@@ -242,9 +242,11 @@ def judge_needles(asked: Sequence[Needle], rope: str | None) -> list[Finding]:
         return findings
     happens, fix = _REASONS[rope]
     short, depths = lost[0].words, {needle.depth for needle in lost if needle.words == lost[0].words}
-    if len(depths) < len(DEPTHS) and max(depths) < max(set(DEPTHS) - depths) and not cut:
-        happens = "only the end of the text is read: the server drops the beginning, or a sliding window hides it. "
-        happens += _REASONS[rope][0]
+    if len(depths) < len(DEPTHS) and max(depths) < min(set(DEPTHS) - depths) and not cut:
+        happens = (
+            "numbers are found only near the end of the text, so the server may drop the beginning, or a sliding "
+            f"window hides it; if not, {happens}"
+        )
     near = [needle.tokens for needle in asked if needle.found and needle.words < short]
     until = f", all found up to {max(near)}" if near else ""
     findings.append(Finding("needles", f"lost from {lost[0].tokens} tokens on{until}", happens, fix))

@@ -158,9 +158,9 @@ def _section(saved: Saved, evaluation: Path | None) -> str:
         _serving(saved),
         "## Limits",
         _limits(saved),
-        "## Citation",
-        _CITATION,
     ]
+    if saved.record is not None:  # of others' folders it is unknown how they were trained
+        parts += ["## Citation", _CITATION]
     return "\n\n".join(parts)
 
 
@@ -171,7 +171,7 @@ def _facts(saved: Saved) -> str:
     name, paper = (known.title, known.paper) if known else (kind, None)
     rope = name + (f" ([arXiv {paper}](https://arxiv.org/abs/{paper}))" if paper else "")
     rope += f", factor {saved.factor:g}" if saved.factor != 1 else ""
-    window = f"{before} → {target} ({target / before:g}×)" if before else str(target)
+    window = f"{before} → {target} ({target / before:g}×)" if before and before != target else str(target)
     rows = {"window, tokens": window, "RoPE": rope, "theta": f"{saved.rope['rope_theta']}"}
     if saved.base is not None:
         rows["base"] = public_name(saved.base.name)
@@ -231,7 +231,7 @@ def _cell(value: Any) -> str:
 
 def _evaluation(saved: Saved, evaluation: Path | None) -> str:
     if evaluation is None:
-        lengths = ",".join(str(length) for length in (saved.original, saved.target) if length)
+        lengths = ",".join(str(length) for length in dict.fromkeys((saved.original, saved.target)) if length)
         name = saved.name
         return (
             "Not evaluated. To put tables and pictures here:\n\n```bash\n"
@@ -261,8 +261,10 @@ def _serving(saved: Saved) -> str:
 
 def _limits(saved: Saved) -> str:
     record = saved.record
+    extended = record is not None or (saved.original or saved.target) < saved.target
+    first = "Extended to" if extended else "The window ends at"
     lines = [
-        f"Extended to {saved.target} tokens; positions beyond them are untrained.",
+        f"{first} {saved.target} tokens; positions beyond them are untrained.",
         "The longest distances are the rarest in training; measure retrieval at the length that you need.",
     ]
     window = saved.text.get("sliding_window")

@@ -17,6 +17,7 @@ from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, longrope_at
 from pose_plugin.utils.errors import PoSEError
 
 _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
+_NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
 _YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"})
 
 
@@ -222,6 +223,8 @@ def taken(rule: Rule, saved: Saved) -> Taken:
     if kind in rule.unstated:
         rope.setdefault("original_max_position_embeddings", saved.maximum)
     _require_original(rule, rope)
+    if kind in _NEED_FACTOR and "factor" not in rope and not rope.get("alpha"):
+        raise PoSEError(f"{rule.engine} {rule.versions} needs factor for rope_type={kind}")
     default, most = _window(rule, saved, rope)
     if kind in rule.dropped:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)

@@ -12,8 +12,9 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
+from pose_plugin.doctor.compare import CONFIGURED, Compared
 from pose_plugin.doctor.engines import readings
-from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, PHI3, QWEN3, SMALL, new, yarn
+from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, LORA, PHI3, QWEN3, SMALL, new, yarn
 from tests.pages import benchmark, committed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -103,6 +104,58 @@ def test_weights_are_linked_and_not_read(tmp_path):
     assert not (tmp_path / "mended" / "config.json").samefile(folder / "config.json")
 
 
+def test_a_maximum_raised_by_hand_is_found_with_the_model_before(tmp_path, capsys):
+    before = write(tmp_path / "before", {"config.json": SMALL})
+    files = {"config.json": {**SMALL, "max_position_embeddings": 32768}}
+    folder = write(tmp_path / "model", {**files, "tokenizer_config.json": {"model_max_length": 8192}})
+    line = ["doctor", str(folder), "--base", str(before)]
+    assert main(line) == 1
+    assert "maximum raised without frequencies" in capsys.readouterr().out
+    # The tokenizer may be right, and config.json wrong.
+    assert main([*line, "--mend", str(tmp_path / "mended")]) == 2
+    assert not (tmp_path / "mended").exists()
+    other = write(tmp_path / "other", {"config.json": {**files["config.json"], "rope_theta": 1e6}})
+    assert main(["doctor", str(other), "--base", str(before)]) == 0, "another base stretches too"
+
+
+def test_nothing_to_repair(tmp_path, capsys):
+    folder = write(tmp_path / "model", {"config.json": SMALL})
+    assert main(["doctor", str(folder), "--mend", str(tmp_path / "mended")]) == 0
+    assert "nothing to repair" in capsys.readouterr().err and not (tmp_path / "mended").exists()
+
+
+def test_an_adapter_without_config_names_its_base(tmp_path, capsys):
+    write(tmp_path / "base", {"config.json": SMALL})
+    folder = write(tmp_path / "adapter", {"adapter_config.json": LORA})
+    assert main(["doctor", str(folder)]) == 0
+    assert "up to 8192 tokens" in capsys.readouterr().out
+
+
+def test_a_scaling_without_any_base_is_noted(tmp_path, capsys):
+    config = {**SMALL, "rope_scaling": yarn(4.0, 8192), "max_position_embeddings": 32768}
+    del config["rope_theta"]
+    assert main(["doctor", str(write(tmp_path / "model", {"config.json": config}))]) == 0
+    assert "info     base missing" in capsys.readouterr().out
+
+
+def test_without_a_factor_every_engine_stops(tmp_path):
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
+    folder = write(tmp_path, {"config.json": {**SMALL, "rope_scaling": rope, "max_position_embeddings": 32768}})
+    assert {row.window for row in readings(read_folder(folder))} == {None}
+
+
+def test_what_engines_take_is_unknown_if_numbers_are_text(tmp_path, capsys):
+    write(tmp_path, {"config.json": {**SMALL, "max_position_embeddings": "8192"}})
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "not known until the errors are repaired" in capsys.readouterr().out
+
+
+def test_far_answers_are_explained_by_no_rope():
+    # A model without scaling has one rope, so there is no other to be nearer.
+    assert Compared({CONFIGURED: 0.75}, logprobs=False).verdict == "none"
+    assert Compared({CONFIGURED: 0.01}, logprobs=False).verdict == "unclear"
+
+
 def without_torch(folders):
     command = [sys.executable, "-m", "tests.doctor.without_torch", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
@@ -140,7 +193,12 @@ def test_broken_folders_end_every_command_with_a_sentence(tmp_path):
 
 @pytest.mark.parametrize(
     "line, message",
-    [([], "name a folder"), (["no/such/model"], "no/such/model"), (["{tmp}", "{tmp}", "--mend", "x"], "--mend x")],
+    [
+        ([], "name a folder"),
+        (["{tmp}/config.json"], "is a file"),
+        (["no/such/model"], "no/such/model"),
+        (["{tmp}", "{tmp}", "--mend", "x"], "--mend x"),
+    ],
 )
 def test_wrong_input(line, message, tmp_path, capsys):
     write(tmp_path, {"config.json": SMALL})
@@ -154,6 +212,8 @@ def test_an_existing_output_is_left_alone(tmp_path, capsys):
     assert main(["doctor", str(folder), "--mend", str(tmp_path / "there")]) == 2
     assert "--mend" in capsys.readouterr().err
     assert json.loads((tmp_path / "there" / "config.json").read_text()) == SMALL
+    assert main(["doctor", str(folder), "--mend", str(folder / "mended")]) == 2
+    assert "is inside" in capsys.readouterr().err and not (folder / "mended").exists()
 
 
 def test_the_page_lists_every_cause_and_shows_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -189,6 +249,7 @@ def test_the_page_has_the_committed_table_of_real_servers():
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model"])
 def test_published_configs_raise_no_alarm(model, tmp_path):
     folder = read_folder(write(tmp_path, {"config.json": model["config"]}))

@@ -13,6 +13,7 @@ pytest.importorskip("openai")
 from pose_plugin import extend_context
 from pose_plugin.cli import doctor
 from pose_plugin.cli.main import main
+from pose_plugin.doctor.server import DEPTHS, Needle, judge_needles
 from tests.evaluation.model_server import ModelServer
 from tests.models import make_llama, make_tokenizer
 from tests.servers import Listening, completion
@@ -204,6 +205,20 @@ def test_the_answers_as_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["chat"] and found["window"] == 1000 and found["rope"] is None
     assert [needle["found"] for needle in found["needles"]] == [True] * 6
+
+
+def test_a_folder_that_does_not_load_is_no_traceback(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden', encoding="utf-8")
+    with Odd("plain") as server:
+        assert main(["doctor", "--url", server.url, "--like", str(tmp_path), "--lengths", "800", "--yes"]) == 2
+    assert f"pose-plugin doctor {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost, near_the_end", [([0.1], True), ([0.1, 0.5], True), ([0.5], False), ([0.9], False)])
+def test_only_numbers_near_the_end(lost, near_the_end):
+    asked = [Needle(800, depth, 1000, depth not in lost) for depth in DEPTHS]
+    (finding,) = judge_needles(asked, None)
+    assert ("near the end" in str(finding)) == near_the_end
 
 
 @pytest.mark.parametrize("word", ["some/folder", "--mend=other"])

@@ -16,7 +16,7 @@ from pose_plugin.cli.main import main
 from pose_plugin.export.card import BEGIN, END, write_card
 from pose_plugin.utils.errors import PoSEError
 from tests.forked import CaseError, forked
-from tests.models import edit, save_adapter, save_full
+from tests.models import edit, make_llama, save_adapter, save_full
 
 pytest.importorskip("peft")
 
@@ -137,6 +137,14 @@ def test_a_run_writes_no_card_into_a_foreign_folder_but_the_command_does(full):
     text = (full / "README.md").read_text()
     assert "**Warning:** full has no pose.json" in text and "| window, tokens | 64 → 512 (8×) |" in text
     assert "[PoSE]" not in text and "steps" not in text
+
+
+def test_a_model_that_was_not_extended_has_a_card_that_says_nothing_else(tmp_path):
+    make_llama().save_pretrained(tmp_path / "plain")
+    assert main(["card", str(tmp_path / "plain")]) == 0
+    text = (tmp_path / "plain" / "README.md").read_text()
+    assert "| window, tokens | 64 |" in text and "The window ends at 64 tokens" in text
+    assert "Extended" not in text and "zhu2024pose" not in text and "--lengths 64 " in text
 
 
 def test_a_run_of_no_steps_is_in_the_card(full, capsys):

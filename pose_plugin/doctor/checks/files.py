@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pose_plugin.checkpoints.saved import NO_LIMIT
+from pose_plugin.doctor.checks.rope import trained_window
 from pose_plugin.doctor.folder import (
     ADAPTER,
     CONFIG,
@@ -28,7 +29,7 @@ def damaged_files(folder: Folder) -> Iterator[Problem]:
             "no config",
             "config.json",
             "missing",
-            "the folder holds neither a model nor an adapter",
+            "without it and adapter_config.json no reader knows what the folder holds",
             "Name the folder that has config.json or adapter_config.json",
             "error",
         )
@@ -62,7 +63,8 @@ def tokenizer_limit(folder: Folder) -> Iterator[Problem]:
             f"{folder.maximum}",
             f"Write {folder.maximum} into tokenizer_config.json",
             "warning",
-            {TOKENIZER: {("model_max_length",): folder.maximum}},
+            # Which of the two is right is not known if the maximum was raised alone.
+            {} if trained_window(folder) else {TOKENIZER: {("model_max_length",): folder.maximum}},
         )
 
 
@@ -127,6 +129,19 @@ def _adapter_rope(folder: Folder) -> Iterator[Problem]:
                 "it, the adapter runs with frequencies that it was not trained with",
                 "Copy the config.json of the trained model into the adapter's folder, and load the base with it",
                 "error",
+            )
+        else:
+            named = folder.files[ADAPTER].get("base_model_name_or_path") or "its base"
+            window = f", up to {base.maximum} tokens" if base and base.maximum else ""
+            yield problem(
+                "adapter without its config",
+                "config.json",
+                "missing",
+                f"PEFT and engines run it with the rope of {named}{window}; the folder does not say whether it was "
+                "trained with that",
+                "If it was trained with another rope, copy the trained model's config.json here. Look at the base "
+                f"too: pose-plugin doctor {named}",
+                "info",
             )
         return
     if base and (base.rope != folder.rope or base.maximum != folder.maximum):

@@ -18,6 +18,8 @@ _BASES = {("qwen2", 151936): 1e6, ("qwen2", 152064): 1e6, ("qwen3", 151936): 1e6
 _FAMILY_KEYS = {"qwen3_5": ("mrope_section", "partial_rotary_factor"), "qwen3_vl": ("mrope_section",)}
 # Ratios of lengths that differ less than this are the same.
 _SAME = 0.01
+# What most classes use if a config names no base.
+_USUAL_THETA = 10000.0
 
 
 def factors(folder: Folder) -> Iterator[Problem]:
@@ -114,36 +116,60 @@ def base_missing(folder: Folder) -> Iterator[Problem]:
     if inside is not None:
         # transformers 5 reads rope_scaling instead of the whole of rope_parameters, with the base in it.
         usual, source = inside, "rope_parameters"
+    severity: Severity = "error" if usual and usual != _USUAL_THETA else "warning"
     if folder.new_form is None and usual is None:
-        return  # configs of 2023 name no base and mean the default
+        # Configs of 2023 name no base and mean the default, a few of them with a scaling.
+        if folder.kind == "default":
+            return
+        severity = "info"
     places = [folder.place("rope_parameters", "rope_theta")] if folder.new_form is not None and not inside else []
     places += [folder.place("rope_theta")] if folder.old_form is not None or folder.new_form is None else []
     yield problem(
         "base missing",
         "rope_theta",
         None,
-        "readers use their default, 10000 in most classes" + (f", where {source} has {usual:g}" if usual else ""),
+        "readers use their default, 10000 in most classes" + (f"; {source} has {usual:g}" if usual else ""),
         f"Write {usual:g}" if usual else "Write the base that the model was trained with; --base names that model",
-        "error" if usual else "warning",
+        severity,
         {CONFIG: dict.fromkeys(places, usual)} if usual else {},
     )
 
 
-def raised_without_rope(folder: Folder) -> Iterator[Problem]:
-    """The maximum of a known family is raised, and its frequencies are not."""
-    theta = number(folder.rope.get("rope_theta")) or 10000.0
-    for kind, vocabulary, base, window in _TRAINED:
+def trained_window(folder: Folder) -> tuple[int, str] | None:
+    """Return the window that plain frequencies were trained for, tokens, and who says so, if the maximum is above it.
+
+    Returns None also for a folder with a record of its training, and for an adapter.
+    """
+    if folder.kind != "default" or not folder.maximum or folder.is_adapter or RECORD in folder.files:
+        return None
+    theta = number(folder.rope.get("rope_theta")) or _USUAL_THETA
+    base = folder.base
+    if base is not None and base.maximum and base.kind == "default":
+        same = (number(base.rope.get("rope_theta")) or _USUAL_THETA) == theta
+        if same and base.maximum < folder.maximum:
+            return base.maximum, "the model before training has the same frequencies and was made for"
+    for kind, vocabulary, largest, window in _TRAINED:
         same = folder.text.get("model_type") == kind and whole(folder.text.get("vocab_size")) == vocabulary
-        if same and folder.kind == "default" and theta <= base and (folder.maximum or 0) > window:
-            yield problem(
-                "maximum raised without frequencies",
-                "max_position_embeddings",
-                folder.maximum,
-                f"models of this family with rope_theta={theta:g} and no scaling were trained up to {window}; beyond "
-                "it they fail, and engines accept texts up to the maximum",
-                "Add the scaling that the model was trained with (its trainer's rope options), or write "
-                f"max_position_embeddings={window}",
-            )
+        if same and theta <= largest and folder.maximum > window:
+            return window, f"models of this family with rope_theta={theta:g} and no scaling were trained up to"
+    return None
+
+
+def raised_without_rope(folder: Folder) -> Iterator[Problem]:
+    """The maximum is raised, and the frequencies are not."""
+    found = trained_window(folder)
+    if found is None:
+        return
+    window, reason = found
+    yield problem(
+        "maximum raised without frequencies",
+        "max_position_embeddings",
+        folder.maximum,
+        f"{reason} {window} tokens; without training at longer distances it fails beyond them, and engines "
+        "accept texts up to the maximum",
+        "Add the scaling that the model was trained with (its trainer's rope options), or write "
+        f"max_position_embeddings={window}",
+    )
 
 
 def family_keys(folder: Folder) -> Iterator[Problem]:
