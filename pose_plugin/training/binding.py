@@ -28,7 +28,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.features import Packing
 from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
-from pose_plugin.training.history import last_whole_checkpoint, whole_checkpoint
+from pose_plugin.training.history import last_checkpoint, whole_checkpoint
 from pose_plugin.training.precision import keep_small_steps
 from pose_plugin.training.saving import on_each_machine
 from pose_plugin.utils.distributed import let_cpu_ranks_resume
@@ -60,11 +60,13 @@ class PoSETrainerMixin(_Base):
         if self.pose_callback is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is True:
-            # transformers would take the last one, even if the run was killed while it was saved.
-            resume_from_checkpoint = last_whole_checkpoint(str(self.args.output_dir)) or True
+            # transformers raises if there is none.
+            resume_from_checkpoint = last_checkpoint(str(self.args.output_dir)) or True
         checkpoint = None
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
-            checkpoint = resume_from_checkpoint = whole_checkpoint(os.fspath(resume_from_checkpoint))
+            given, output = os.fspath(resume_from_checkpoint), str(self.args.output_dir)
+            checkpoint = resume_from_checkpoint = whole_checkpoint(given, output)
+        if checkpoint is not None:
             let_cpu_ranks_resume()
             warn_of_other_settings(checkpoint, self.pose_callback.collator.settings)
         self.pose_callback.history.begin(checkpoint)

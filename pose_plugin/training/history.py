@@ -66,30 +66,44 @@ def _trained(checkpoint: str) -> dict[str, Any]:
     return record
 
 
-def last_whole_checkpoint(folder: str | Path) -> str | None:
-    """Return the last checkpoint in a folder that can be resumed."""
-    return next(_whole_checkpoints(Path(folder)), None)
+def last_checkpoint(folder: str | Path) -> str | None:
+    """Return the last checkpoint in a folder, even if it cannot be resumed; see `whole_checkpoint`."""
+    return next(map(str, _checkpoints(Path(folder))), None)
 
 
-def whole_checkpoint(checkpoint: str) -> str:
-    """Return a checkpoint, or the one before it, with a warning, if it was interrupted while it was saved.
+def whole_checkpoint(checkpoint: str, output: str) -> str | None:
+    """Return what to resume if a checkpoint was interrupted while it was saved: the one before it, with a warning.
 
     Axolotl's auto_resume_from_checkpoints picks the last one; a run that was killed once could never be resumed.
+
+    Args:
+        checkpoint: what was to be resumed.
+        output: the run's folder. If a killed run left no other checkpoint there, the run starts from the beginning.
+
+    Returns:
+        a checkpoint; None for the beginning.
     """
     path = Path(checkpoint)
     if _step(path) is None or _is_whole(path):
         return checkpoint
     before = next((each for each in _whole_checkpoints(path.parent) if _step(Path(each)) < _step(path)), None)
-    if before is None:
+    if before is None and path.resolve().parent != Path(output).resolve():
         return checkpoint
-    log.warning("resume_from_checkpoint=%s was interrupted while it was saved; resuming %s instead", path, before)
+    log.warning(
+        "resume_from_checkpoint=%s was interrupted while it was saved; %s", path,
+        f"resuming {before} instead" if before else "no other can be resumed, so the run starts from the beginning",
+    )  # fmt: skip
     return before
 
 
 def _whole_checkpoints(folder: Path) -> Iterator[str]:
     """Yield the checkpoints of a folder that can be resumed, the last one first."""
+    yield from (str(path) for path in _checkpoints(folder) if _is_whole(path))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
-    yield from (str(path) for path in sorted(found, key=_step, reverse=True) if _is_whole(path))
+    return sorted(found, key=_step, reverse=True)
 
 
 def _step(path: Path) -> Any:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from pose_plugin import PoSECollator, extend_context
 from pose_plugin.checkpoints import read_record
-from pose_plugin.training.history import History, last_whole_checkpoint, whole_checkpoint
+from pose_plugin.training.history import History, last_checkpoint, whole_checkpoint
 from tests.models import make_llama, make_tokenizer
 
 TARGET = 256
@@ -116,14 +116,24 @@ def test_a_checkpoint_that_was_interrupted_is_not_resumed(tmp_path, caplog):
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
-    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-    assert last_whole_checkpoint(tmp_path / "checkpoint-2") is None
+    names = [str(tmp_path / f"checkpoint-{step}") for step in (10, 14)]
+    assert last_checkpoint(tmp_path) == names[1] and last_checkpoint(tmp_path / "checkpoint-2") is None
     # Axolotl names the last one.
     with caplog.at_level(logging.WARNING, "pose_plugin"):
-        assert whole_checkpoint(str(tmp_path / "checkpoint-10")) == str(tmp_path / "checkpoint-10")
+        assert whole_checkpoint(names[0], str(tmp_path)) == names[0]
         assert not caplog.messages
-        assert whole_checkpoint(str(tmp_path / "checkpoint-14")) == str(tmp_path / "checkpoint-10")
+        assert whole_checkpoint(names[1], str(tmp_path)) == names[0]
     assert f"{tmp_path / 'checkpoint-14'} was interrupted" in caplog.text
+
+
+def test_a_run_whose_first_checkpoint_was_interrupted_starts_from_the_beginning(tmp_path, caplog):
+    half = tmp_path / "out" / "checkpoint-1"
+    half.mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "pose_plugin"):
+        assert whole_checkpoint(str(half), str(tmp_path / "out")) is None
+        assert "from the beginning" in caplog.text
+    # That of another run is what the user asked for: transformers raises.
+    assert whole_checkpoint(str(half), str(tmp_path)) == str(half)
 
 
 def test_a_best_checkpoint_without_a_record(tmp_path):

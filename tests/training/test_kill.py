@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from pose_plugin.checkpoints import read_record
-from pose_plugin.training.history import last_whole_checkpoint
+from pose_plugin.training.history import last_checkpoint
 from tests.forked import forked
 from tests.kill import survives
 from tests.models import make_llama, save
@@ -26,9 +26,9 @@ SAVES = {
 
 
 def resumed(trainer):
-    """Train on from the last whole checkpoint, if there is one, and save."""
+    """Resume from the last checkpoint, if there is one, and save."""
     out = Path(trainer.args.output_dir)
-    trainer.train(resume_from_checkpoint=(last_whole_checkpoint(out) if out.exists() else None))
+    trainer.train(resume_from_checkpoint=out.exists() and last_checkpoint(out) is not None)
     trainer.save_model()
 
 
