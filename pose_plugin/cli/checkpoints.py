@@ -86,7 +86,7 @@ def _export(args: argparse.Namespace) -> int:
     saved = read_saved(args.folder)
     # What the engine refuses, and files that cannot be read, are raised before anything is written or printed.
     exporter(args.engine)(saved)
-    warnings = saved.warnings
+    warnings = [*saved.warnings, *_problems(args.folder)]
     if args.form:
         from pose_plugin.export.transformers4 import write_older_form
 
@@ -152,6 +152,15 @@ def _require_window(folder: str) -> None:
         )
 
 
+def _problems(folder: str) -> list[str]:
+    """Return one sentence that names what `pose-plugin doctor` finds wrong in a folder, if anything."""
+    from pose_plugin.doctor import diagnose, read_folder
+
+    found = [each for each in diagnose(read_folder(folder)) if each.finding.severity != "info"]
+    names = list(dict.fromkeys(each.cause for each in found))
+    return [f"{', '.join(names)}: `pose-plugin doctor {folder}` explains and repairs it"] if names else []
+
+
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the options of `pose-plugin card`, which writes the model card."""
     parser.add_argument("folder", metavar="FOLDER", help="a saved model or adapter")
@@ -164,11 +173,11 @@ def _card(args: argparse.Namespace) -> int:
     from pose_plugin.export.card import write_card
 
     _require_window(args.folder)
-    saved = read_saved(args.folder)
+    warnings = [*read_saved(args.folder).warnings, *_problems(args.folder)]
     written = write_card(args.folder, args.evaluation, foreign=True)
     if written is None:
         raise PoSEError(f"{args.folder} has no config.json, so its window is unknown; name a folder that has one")
     print(f"written: {written}")
-    for warning in saved.warnings:
+    for warning in warnings:
         print(f"WARNING: {warning}")
     return 0

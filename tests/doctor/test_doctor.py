@@ -264,3 +264,13 @@ def test_engines_that_read_another_rope_are_shown(tmp_path, capsys):
     lines = {line[4:24].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
     assert "differs" not in lines["transformers ≥ 5"] and "32768" in lines["transformers ≥ 5"]
     assert "differs" in lines["transformers 4"], "it does not see rope_parameters"
+
+
+@pytest.mark.parametrize("command", ["export --engine vllm", "card"])
+def test_other_commands_name_what_is_wrong(tmp_path, capsys, command):
+    name, *options = command.split()
+    for maximum in (32768, 8192):
+        config = {**SMALL, "rope_scaling": yarn(4.0, 8192), "max_position_embeddings": maximum}
+        folder = write(tmp_path / str(maximum), {"config.json": config})
+        assert main([name, str(folder), *options]) == 0
+        assert ("maximum not raised: `pose-plugin doctor" in capsys.readouterr().out) == (maximum == 8192)
