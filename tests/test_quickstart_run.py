@@ -35,6 +35,8 @@ def test_two_steps_of_the_quick_start(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"original", "RoPE", "PoSE"} <= {line.strip("| ").partition(" ")[0] for line in done.stdout.splitlines()}
+    listed = {Path(line.strip()).name for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert {"results.json", "report.html", "passkey.png", "perplexity.png"} <= listed
     for name in ("results.json", "report.md", "passkey.csv", "passkey.png", "perplexity.png"):
         assert (tmp_path / "out" / name).stat().st_size > 0
     saved = json.loads((tmp_path / "out" / "pose" / "config.json").read_text())

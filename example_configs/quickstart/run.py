@@ -156,7 +156,7 @@ def run(
         after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
     pictures = draw(report, output)
-    files = [*write(report, output, pictures), *pictures]
+    files = [*write(report, output, pictures), *(picture.png for picture in pictures)]
     print(f"\n{markdown(report)}\nThe extended model is in {folder_of('PoSE', output)}")
     print("\n".join(f"  {file}" for file in files))
     return report
