@@ -19,7 +19,7 @@ LAYERS = [
     # The settings know which samplers and kinds of RoPE exist; the rest of rope/ reads the settings.
     {"config"},
     {"rope"},
-    {"attention", "checkpoints", "features"},
+    {"attention", "checkpoints", "features", "selftest_layers"},
     {"collator"},
     {"selftest"},
     {"evaluation", "export", "synthesize"},
