@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError, create_model
 
-from pose_plugin.cli.parser import amount, count
+from pose_plugin.cli.evaluate_models import (
+    SERVED,
+    as_number,
+    check_served,
+    local_sources,
+    names_of,
+    parse_extension,
+    served_sources,
+    with_distinct_names,
+)
 from pose_plugin.config import Strict, explain
 from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
 from pose_plugin.evaluation.ranks import launched
 from pose_plugin.evaluation.settings import read_text
-from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.lengths import parse_length, parse_lengths
 from pose_plugin.utils.plots import require_matplotlib
@@ -33,22 +40,6 @@ example, the three rows every claim needs (base, RoPE only, trained):
   pose-plugin evaluate base-model my-adapter --extend target_length=32768,rope=yarn \\
     --lengths 2048,4096,8192,16384,32768 --texts book.txt --output results
 """
-
-
-# Options of a served model. Without --url they have no effect.
-SERVED: dict[str, dict[str, Any]] = {
-    "--url": {"help": "an OpenAI-compatible server (vLLM, SGLang, llama.cpp, transformers serve), up to and with /v1"},
-    "--served-model": {"action": "append", "default": [], "metavar": "NAME",
-                       "help": "its name on the server, may be repeated; default: the only one"},
-    "--like": {"metavar": "FOLDER", "help": "the folder of the served model or of its base, for tokenizer and config"},
-    "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
-    "--prompts": {"choices": ("auto", "ids", "text", "chat"),
-                  "help": "how prompts are sent; default: auto, the first of the others that the server takes"},
-    "--concurrency": {"type": count, "help": "requests at a time (default 4)"},
-    "--requests-per-minute": {"type": amount, "help": "the most that are sent; default: no limit"},
-    "--max-requests": {"type": count, "help": "do not begin if more requests are missing; default: no limit"},
-    "--retries": {"type": count, "help": "how often a request that gets no answer is repeated (default 4)"},
-}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -107,8 +98,8 @@ def _run(args: argparse.Namespace) -> int:
 
         # The bar of loading weights.
         logging.disable_progress_bar()
-    here = _sources(args.models, asked)
-    sources = _distinct([*here, *_served(args, asked)])
+    here = local_sources(args.models, asked.names, asked.extensions)
+    sources = with_distinct_names([*here, *served_sources(args, asked.names)])
     trained, target = _windows(asked, sources)
     lengths = asked.lengths or default_lengths(target or max(source.maximum or 1 for source in sources))
 
@@ -156,11 +147,11 @@ class _Asked:
         self.lengths = self._parsed("--lengths", args.lengths, parse_lengths)
         self.train_length = self._parsed("--train-length", args.train_length, parse_length)
         self.target_length = self._parsed("--target-length", args.target_length, parse_length)
-        self.extensions = [self._parsed("--extend", text, _extension) for text in args.extend]
+        self.extensions = [self._parsed("--extend", text, parse_extension) for text in args.extend]
         with self._complaints:
-            self.names = _labels(args.label, [*args.models, *(args.served_model or [args.url or ""])])
+            self.names = names_of(args.label, [*args.models, *(args.served_model or [args.url or ""])])
         with self._complaints:
-            _check_served(args)
+            check_served(args)
         for path in args.models:
             with self._complaints:
                 # A hub name has no such beginning.
@@ -272,7 +263,7 @@ def _typed(text: str, annotation: str) -> Any:
     if "list" in annotation:
         inner = annotation[annotation.index("list[") + 5 :]
         return [_typed(part.strip(), inner) for part in text.split(",") if part.strip()]
-    return _number(text) if "int" in annotation or "float" in annotation else text
+    return as_number(text) if "int" in annotation or "float" in annotation else text
 
 
 def _flag(name: str) -> str:
@@ -291,77 +282,6 @@ def _evaluator(measures: list[Measure], sources: list[Source]) -> Source | None:
 
     same = [source for source in sources if named in (source.path, source.name)]
     return same[0] if same else describe(named)
-
-
-def _sources(models: list[str], asked: _Asked) -> list[Source]:
-    from pose_plugin.checkpoints.load import describe, extended
-
-    sources, complaints = [], Complaints()
-    for path in models:
-        with complaints:
-            sources.append(describe(path, asked.names.get(path)))
-    complaints.raise_all()
-    _name_by_folders([source for source in sources if source.path not in asked.names])
-    # Behind the model they are variants of: base, RoPE only, trained.
-    for number, extension in enumerate(asked.extensions, 1):
-        with complaints:
-            sources.insert(number, extended(sources[0], *extension))
-    complaints.raise_all()
-    return _distinct(sources)
-
-
-def _distinct(sources: list[Source]) -> list[Source]:
-    """Number models of the same name."""
-    taken: set[str] = set()
-    for source in sources:
-        more = (f"{source.name} ({n})" for n in itertools.count(2))
-        source.name = next(name for name in itertools.chain([source.name], more) if name not in taken)
-        taken.add(source.name)
-    return sources
-
-
-def _check_served(args: argparse.Namespace) -> None:
-    """Raise PoSEError for options of a served model that miss something or have no effect."""
-    if args.url is None:
-        given = [option for option in SERVED if getattr(args, option[2:].replace("-", "_"))]
-        if given:
-            raise PoSEError(f"{given[0]} has no effect without --url; give the address of the server, up to /v1")
-        if not args.models:
-            raise PoSEError("MODEL is missing: name a folder, an adapter or a hub name, or a server with --url")
-    elif args.like is None:
-        raise PoSEError(f"--url {without_password(args.url)} needs --like, the folder of the served model or its base")
-
-
-def _served(args: argparse.Namespace, asked: _Asked) -> list[Source]:
-    """Return the served models; the server is asked for their names."""
-    if args.url is None:
-        return []
-    from pose_plugin.checkpoints.load import describe
-    from pose_plugin.evaluation.served import ServedModel, describe_served
-    from pose_plugin.utils.server import Server, key_of
-
-    like, form, key = describe(args.like), args.prompts or "auto", key_of(args.key_variable)
-    found: list[Source] = []
-    for name in args.served_model or [None]:
-        server = Server(args.url, name, key, retries=args.retries or 4, option="--served-model")
-        model = ServedModel(
-            server, like.tokenizer, form, args.concurrency or 4, args.requests_per_minute or 0, args.max_requests
-        )
-        source = describe_served(like, model, form)
-        source.name = asked.names.get(name or args.url, source.name)
-        found.append(source)
-    return found
-
-
-def _name_by_folders(sources: list[Source]) -> None:
-    """checkpoint-100 of two runs is called run-a/checkpoint-100 and run-b/checkpoint-100."""
-    parts = {source.path: Path(source.path).resolve().parts for source in sources}
-    for source in sources:
-        own, others = parts[source.path], [each for each in parts.values() if each != parts[source.path]]
-        for n in range(1, len(own)):
-            source.name = "/".join(own[-n:])
-            if all(each[-n:] != own[-n:] for each in others):
-                break
 
 
 def _windows(asked: _Asked, sources: list[Source]) -> tuple[int | None, int | None]:
@@ -398,37 +318,3 @@ def _examples(report: Report) -> str:
 
 def _parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _labels(labels: list[str], models: list[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for label in labels:
-        name, equals, path = label.partition("=")
-        if not equals or not name:
-            raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={models[-1]}")
-        if path not in models:
-            raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
-        if name in names.values():
-            raise PoSEError(f"--label {label}: {name} is another model's name already; give each a different name")
-        if path in names:
-            raise PoSEError(f"--label {label}: {path} is called {names[path]} already; give one name to a model")
-        names[path] = name
-    return names
-
-
-def _extension(text: str) -> tuple[int, dict[str, Any]]:
-    """(2048, {"type": "linear"}) for `target_length=2048,rope=linear`; further keys are those of `rope:`."""
-    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if "target_length" not in values:
-        raise PoSEError("target_length is missing; write e.g. target_length=32k,rope=yarn")
-    target = parse_length(values.pop("target_length"))
-    rope: dict[str, Any] = {"type": values.pop("rope", "yarn")}
-    return target, rope | {key: _number(value) for key, value in values.items()}
-
-
-def _number(text: str) -> int | float | str:
-    """Return a text as a number, if it is one."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text

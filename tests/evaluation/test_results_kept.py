@@ -236,7 +236,8 @@ def sources(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args([*map(str, arguments), "--lengths", "200", "--output", "x"])
-    return command._sources(args.models, command._Asked(args))
+    asked = command._Asked(args)
+    return command.local_sources(args.models, asked.names, asked.extensions)
 
 
 def test_models_of_one_name_are_told_apart(folder, tmp_path):
