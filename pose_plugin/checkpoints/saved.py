@@ -126,8 +126,7 @@ class Saved:
         new, old = text.get("rope_parameters") or {}, text.get("rope_scaling") or {}
         # As transformers 5 reads them: the older form replaces the other one as a whole, base included.
         found = {**new, FULL: {**new[FULL], **old}} if isinstance(new.get(FULL), dict) else old or new
-        theta = text.get("rope_theta") or text.get("rotary_emb_base")
-        if not found and theta is None and text.get("max_position_embeddings") is None:
+        if not found and self._theta is None and text.get("max_position_embeddings") is None:
             raise PoSEError(
                 f"{self.path}/config.json has neither rope_parameters nor rope_theta nor max_position_embeddings; "
                 "name the folder of a model with rotary positions"
@@ -142,8 +141,12 @@ class Saved:
     def _normalised(self, found: dict[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(FULL), dict):
             return {key: normalise(value) if isinstance(value, dict) else value for key, value in found.items()}
-        theta = self.text.get("rope_theta") or self.text.get("rotary_emb_base") or _USUAL_THETA
-        return {"rope_theta": float(theta), **normalise(found)}
+        return {"rope_theta": float(self._theta or _USUAL_THETA), **normalise(found)}
+
+    @property
+    def _theta(self) -> Any:
+        """The base that is stated next to the rope dicts, if any."""
+        return self.text.get("rope_theta") or self.text.get("rotary_emb_base")
 
     @cached_property
     def rope(self) -> dict[str, Any]:
@@ -191,8 +194,8 @@ class Saved:
     @property
     def older_rope(self) -> dict[str, Any]:
         """The flat rope dict that a reader of `rope_theta` and `rope_scaling` alone sees."""
-        theta = self.text.get("rope_theta") or self.text.get("rotary_emb_base") or _USUAL_THETA
-        rope = {**normalise(self.text.get("rope_scaling") or {}), "rope_theta": float(theta)}
+        theta = float(self._theta or _USUAL_THETA)
+        rope = {**normalise(self.text.get("rope_scaling") or {}), "rope_theta": theta}
         return self._with_original(rope, ("longrope",))
 
     @property

@@ -105,8 +105,8 @@ def _ask(args: argparse.Namespace) -> int:
     folder = read_folder(args.like, args.base) if args.like else None
     server = Server(args.url, args.model, key_of(args.key_variable), args.timeout)
     hidden = parse_lengths(args.lengths) if args.lengths else _lengths(server.window, folder)
-    compared = parse_lengths(args.compare) if args.compare else default_lengths(server.window)
-    compared = compared if folder else []
+    given = parse_lengths(args.compare) if args.compare else default_lengths(server.window)
+    compared = given if folder else []
     out = sys.stderr if args.json else sys.stdout
     print(printable(f"{server.model} at {server.address}: window {server.window or 'not stated'}"), file=out)
     requests, total = 1 + len(hidden) * len(DEPTHS) + len(compared), sum(hidden) * len(DEPTHS) + sum(compared)

@@ -87,7 +87,7 @@ RULES = (
         "transformers",
         "≥ 5",
         read_in="5.16.1",
-        unstated=frozenset({"yarn", "llama3", "longrope"}),
+        unstated=frozenset(NEED_ORIGINAL),
         adapters=True,
     ),
     Rule("transformers", "4", read_in="4.57.6", older=True, unstated=frozenset({"yarn"}), adapters=True),

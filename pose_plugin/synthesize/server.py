@@ -138,7 +138,7 @@ class Server:
                         raise FaultError("the run was stopped before it was repeated")
                     server.repeated += 1
                 server.sent += 1
-                # Versions of the openai client use different HTTP libraries, and retry after the errors of theirs only.
+                # The client retries after errors of its HTTP library only, and its versions use different ones.
                 library = sys.modules[type(request).__module__.partition(".")[0]]
                 try:
                     # Their timeouts limit silence. A server that sends single bytes would hold a request forever.
