@@ -266,7 +266,7 @@ def table(result: dict[str, Any]) -> str:
     header = ["measurement", *(f"{tree}, ms" for tree in trees), *("ratio" for _ in trees[1:])]
     ratios = [[name, "-" if ratio is None else f"{ratio:.2f}"] for name, ratio in result["ratios"].items()]
     below = f"Medians of {result['rounds']} rounds. Self-test: {result['model']}. Load {result['load']} on "
-    below += f"{result['cores']} cores. " + about(result["machine"])
+    below += f"{result['cores']} cores.\n" + about(result["machine"])
     return "\n\n".join([markdown(header, rows), markdown(["ratio", "median"], ratios), below])
 
 
