@@ -21,7 +21,7 @@ COMMANDS = {
     "init": (
         "init",
         "add_arguments",
-        "write a complete Axolotl YAML for a base, a data set and a number of GPUs, with the reason for each choice",
+        "write a complete Axolotl YAML or TRL script for a base, a data set and GPUs, with the reason for each choice",
     ),
     "plan": (
         "plan",

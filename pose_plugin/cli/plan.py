@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
 
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("config", nargs="?", help="an Axolotl YAML; without one, give the settings as options")
+    add("config", nargs="?", help="an Axolotl YAML or a TRL script; without one, give the settings as options")
     add("--base", metavar="FOLDER", help="a folder with the base's config.json, if the YAML names a model that is not "
         "on this machine; weights are not needed")  # fmt: skip
     add("--target-length", type=parse_length, help="the target window in tokens")
@@ -99,18 +99,20 @@ def _option(name: str) -> str:
 
 
 def _inputs(args: argparse.Namespace) -> Inputs:
-    """Read the YAML, or build the same values from the options."""
+    """Read the YAML or the script, or build the same values from the options."""
     from pose_plugin.plan.config_reader import from_values, from_yaml
+    from pose_plugin.plan.trl_script import from_script
 
     given = {"gpus": args.gpus, "steps": args.steps, "rows": args.rows}
     if args.config is not None:
         twice = [name for name, default in _IN_YAML.items() if getattr(args, name) != default]
         if twice:
             raise PoSEError(f"{_option(twice[0])} cannot go with {args.config}, which sets it; change it there")
-        return from_yaml(args.config, args.base, **given)
+        read = from_script if args.config.endswith(".py") else from_yaml
+        return read(args.config, args.base, **given)
     missing = [_option(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]
     if missing:
-        raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML, or these options")
+        raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML or a TRL script, or these options")
     values: dict[str, Any] = {
         "base_model": args.base,
         "sequence_len": args.train_length,

@@ -139,7 +139,7 @@ def from_values(
         steps=_steps(cfg, run.rows * accumulate * gpus, steps, rows, notes),
         chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
         beacon=beacon,
-        bf16=_lossy_bf16(cfg, run),
+        bf16=lossy_bf16(cfg, run),
         learning_rate=number(cfg, "learning_rate", None, least=0, whole=False),
         notes=notes,
     )
@@ -271,7 +271,7 @@ def _optimizer(name: str, notes: list[str]) -> str:
     return small if small in OPTIMIZERS else kind
 
 
-def _lossy_bf16(cfg: Mapping[str, Any], run: Run) -> str | None:
+def lossy_bf16(cfg: Mapping[str, Any], run: Run) -> str | None:
     """Return the setting that keeps trained weights in bf16, if nothing keeps what bf16 rounds away of a step."""
     setting = next((f"{key}={cfg[key]}" for key in ("bf16", "bfloat16") if cfg.get(key)), None)
     if setting is None and cfg.get("bf16") is None:

@@ -38,6 +38,9 @@ COMMANDS = {
     "init": [
         *("init", "base", "--target-length", "2k", "--data", "rows.jsonl", "--gpus", "0", "--output", "{0}/c.yaml"),
     ],
+    "init for TRL": [
+        *("init", "base", "--target-length", "2k", "--data", "rows.jsonl", "--gpus", "0", "--output", "{0}/c.py"),
+    ],
     "plan": [
         *("plan", "--base", "base", "--target-length", "2k", "--train-length", "512", "--steps", "10"),
         *("--draws", "20", "--output", "{0}/new/plan.png"),

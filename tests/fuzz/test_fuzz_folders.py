@@ -41,7 +41,10 @@ COMMANDS = [
     ["doctor", "{0}"],
     ["doctor", "{0}", "--mend", "{0}/mended"],
     ["plan", "--base", "{0}", "--target-length", "2k", "--train-length", "32", "--draws", "3"],
-    ["init", "{0}", "--target-length", "2k", "--data", "{0}/rows.jsonl", "--output", "{0}/c.yaml"],
+    *(
+        ["init", "{0}", "--target-length", "2k", "--data", "{0}/rows.jsonl", "--output", f"{{0}}/c.{ending}"]
+        for ending in ("yaml", "py")
+    ),
 ]
 
 

@@ -1,7 +1,8 @@
-"""`pose-plugin init` writes a YAML that `plan` and Axolotl take as it is."""
+"""`pose-plugin init` writes a YAML and a script that `plan` and the frameworks take as they are."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 import yaml
 
 from pose_plugin.cli.main import main
+from pose_plugin.plan.init_trl import literal
+from pose_plugin.plan.trl_script import from_script
+from pose_plugin.utils.errors import PoSEError
 from tests.models import make_llama, save
 from tests.plan.test_architecture import LLAMA3_8B
 
@@ -33,33 +37,56 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def planned(name: str, capsys, *options: str) -> dict:
+    capsys.readouterr()
+    assert main(["plan", name, "--draws", "50", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_plan_takes_what_init_writes(folder, row, capsys):
-    line = ["init", "base", "--target-length", "512", "--data", f"{row}.jsonl", "--gpus", "1"]
-    for _ in range(2):  # the second time, the same text is there
-        assert main([*line, "--output", "c.yaml"]) == 0
+    """And shows the same for the YAML and for the script."""
+    plans = []
+    for name in ("c.yaml", "c.py"):
+        for _ in range(2):  # the second time, the same text is there
+            line = ["init", "base", "--target-length", "512", "--data", f"{row}.jsonl", "--gpus", "1"]
+            assert main([*line, "--output", name]) == 0
+        plans.append(planned(name, capsys))
     values = yaml.safe_load((folder / "c.yaml").read_text())
     assert values["pose"]["target_length"] == 512
     assert values["pose"].get("train_length", values["sequence_len"]) == 64
-    assert main(["plan", "c.yaml", "--draws", "50"]) == 0
-    shown = capsys.readouterr().out
-    assert "Axolotl does not know" not in shown and "MEMORY" not in (folder / "c.yaml").read_text()
+    # Only `type: completion` cuts long texts into several rows.
+    for plan in plans:
+        plan["notes"] = [note for note in plan["notes"] if "type: completion" not in note]
+    assert plans[0] == plans[1] and plans[0]["rows"] == 64
+    assert not [each for each in plans[0]["warnings"] if "does not know" in each or "needs chats" in each]
 
 
 @pytest.mark.parametrize(
-    "gpus, memory, method",
-    [("1", "80", "full"), ("8", "80", "full"), ("1", "24", "qlora"), ("1", "40", "lora")],
+    "gpus, memory, methods",
+    [
+        ("1", "80", ("full", "full")),
+        # TRL's FSDP keeps float32 weights.
+        ("8", "80", ("full", "full")),
+        ("8", "24", ("full", "qlora")),
+        ("1", "24", ("qlora", "qlora")),
+        ("1", "40", ("lora", "lora")),
+    ],
 )
-def test_the_first_method_that_fits_is_taken(folder, gpus, memory, method):
+def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, capsys):
     line = ["init", "meta-llama/Meta-Llama-3-8B", "--base", "llama3", "--target-length", "80k", "--data", "text.jsonl"]
-    assert main([*line, "--gpus", gpus, "--gpu-memory", memory, "--output", "c.yaml"]) == 0
-    values = yaml.safe_load((folder / "c.yaml").read_text())
-    assert values.get("adapter", "full") == method
-    assert values["base_model"] == "meta-llama/Meta-Llama-3-8B" and values["pose"]["target_length"] == 81920
-    if gpus != "1":
-        assert values["fsdp_config"]["transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    for name, method in zip(("c.yaml", "c.py"), methods, strict=True):
+        assert main([*line, "--gpus", gpus, "--gpu-memory", memory, "--output", name]) == 0
+        plan = planned(name, capsys, "--base", "llama3", "--gpus", gpus)
+        assert plan["method"] == method
+        assert plan["base"] == "meta-llama/Meta-Llama-3-8B" and plan["target"] == 81920
+        gib = plan["memory_bytes"]["total"] / 2**30
+        text = (folder / name).read_text()
+        assert f"about {gib:.1f} GiB" in text and gib < float(memory)
+        assert ("LlamaDecoderLayer" in text) is (gpus != "1" and method == "full")
 
 
+@pytest.mark.parametrize("name", ["c.yaml", "c.py"])
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -68,18 +95,124 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, method):
         (["--data", "base/config.json"], "base/config.json"),
         (["--gpu-memory", "0.000001"], "--gpu-memory"),
         (["--output", "text.jsonl"], "--output text.jsonl"),
+        (["--output", "d.py", "--framework", "axolotl"], "d.yaml"),
+        (["--output", "d.yaml", "--framework", "trl"], "d.py"),
     ],
 )
-def test_wrong_input(folder, change, message, capsys):
-    line = ["init", "base", "--target-length", "512", "--data", "text.jsonl", "--output", "c.yaml", *change]
+def test_wrong_input(folder, change, message, name, capsys):
+    line = ["init", "base", "--target-length", "512", "--data", "text.jsonl", "--output", name, *change]
     assert main(line) == 2
     assert message in capsys.readouterr().err
-    assert not (folder / "c.yaml").exists()
+    assert not any((folder / each).exists() for each in ("c.yaml", "c.py", "d.yaml", "d.py"))
 
 
-def test_the_command_of_the_page(folder, monkeypatch):
+def test_each_framework_has_its_own_default_name(folder):
+    line = ["init", "base", "--target-length", "512", "--data", "text.jsonl"]
+    assert main(line) == main([*line, "--framework", "trl"]) == 0
+    assert (folder / "config.yaml").exists() and (folder / "train.py").exists()
+
+
+HOSTILE = (
+    "o'neil",
+    'a"b',
+    """'"' + x""",
+    '""" + x',
+    "a\nimport os",
+    "a\rb",
+    "#x: y",
+    "{x}",
+    "a\\",
+    "é\u2028",
+    "\udcff",
+    "1e5",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_stay_strings(folder, name):
+    """A name of a folder or a file never becomes YAML or Python of its own."""
+    (folder / name).symlink_to(folder / "base")
+    data = f"{name}.jsonl"
+    (folder / data).write_bytes((folder / "text.jsonl").read_bytes())
+    for ending in ("yaml", "py"):
+        file = f"{name}.{ending}"
+        line = ["init", name, "--target-length", "512", "--data", data, "--gpus", "0", "--output", file]
+        assert main(line) == 0
+        text = (folder / file).read_text(encoding="utf-8")
+        if ending == "yaml":
+            values = yaml.safe_load(text)
+            assert (values["base_model"], values["datasets"][0]["path"]) == (name, data)
+            assert values["output_dir"] == f"outputs/{name}"
+            assert values.keys() >= {"pose", "learning_rate", "saves_per_epoch"}
+        else:
+            found = {
+                node.targets[0].id: node.value.value
+                for node in ast.parse(text).body
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            }
+            assert (found["BASE"], found["DATA"], found["OUTPUT"]) == (name, data, f"outputs/{name}")
+            # The same program as with a plain name, but for these constants.
+            plain = ["init", "base", "--target-length", "512", "--data", "text.jsonl", "--gpus", "0"]
+            if not (folder / "plain.py").exists():
+                assert main([*plain, "--output", "plain.py"]) == 0
+            others = ast.unparse(ast.parse((folder / "plain.py").read_text()))
+            for mine, theirs in ((name, "base"), (data, "text.jsonl"), (f"outputs/{name}", "outputs/plain")):
+                others = others.replace(ast.unparse(ast.Constant(theirs)), ast.unparse(ast.Constant(mine)), 1)
+            assert ast.unparse(ast.parse(text)) == others
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_literal(name):
+    assert ast.literal_eval(literal(name)) == name and literal(name).isprintable()
+
+
+SCRIPT = """
+TARGET = 512
+config = extend_context(AutoConfig.from_pretrained("base"), TARGET, rope="base", theta=2e8)
+model = AutoModelForCausalLM.from_pretrained("base", config=config, dtype=torch.float32)
+args = SFTConfig(max_length=64, per_device_train_batch_size=2, max_steps=10, bf16=True)
+SFTTrainer(model, args=args, data_collator=PoSECollator(tokenizer, sampler="randpos"))
+"""
+
+
+def test_plan_reads_any_trl_script(folder, capsys):
+    (folder / "s.py").write_text(SCRIPT)
+    plan = planned("s.py", capsys)
+    assert (plan["window"], plan["target"], plan["sampler"], plan["steps"]) == (64, 512, "randpos", 10)
+    assert plan["rope"]["parameters"]["rope_theta"] == 2e8
+    run = from_script("s.py").run
+    # Weights in float32, activations in bf16; TRL's defaults for what the script leaves out.
+    assert (run.trained_bytes, run.weight_bytes, run.checkpointing, run.rows) == (4, 2, True, 2)
+    assert from_script("s.py").bf16 is None
+    (folder / "s.py").write_text(SCRIPT.replace("torch.float32", "torch.bfloat16"))
+    assert from_script("s.py").run.trained_bytes == 2 and from_script("s.py").bf16 == "bf16=True"
+    (folder / "s.py").write_text(SCRIPT + "\nLoraConfig(r=4, target_modules=['q_proj'], modules_to_save=['norm'])\n")
+    run = from_script("s.py").run
+    assert (run.method, run.lora_rank, run.lora_targets, run.saved_modules) == ("lora", 4, ["q_proj"], ["norm"])
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("max_steps=10", "max_steps=args.steps", "max_steps=args.steps"),
+        ("TARGET, rope", "read(TARGET), rope", "read(TARGET)"),
+        ("SFTConfig(", "TrainingArguments(", "SFTConfig"),
+        ("PoSECollator(", "Collator(", "PoSECollator"),
+        ("TARGET = 512", "TARGET = 512\nSFTConfig()", "SFTConfig"),
+        ("TARGET = 512", "TARGET = (", "s.py is not valid Python"),
+    ],
+)
+def test_a_script_that_cannot_be_read(folder, old, new, message):
+    (folder / "s.py").write_text(SCRIPT.replace(old, new))
+    with pytest.raises(PoSEError, match=re.escape(message)):
+        from_script("s.py")
+
+
+def test_the_commands_of_the_page(folder):
     page = (Path(__file__).parent.parent.parent / "docs" / "plan.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^pose-plugin (init .*)$", page, re.M)
+    lines = re.findall(r"^pose-plugin (init .*)$", page, re.M)
     (folder / "rows.jsonl").write_bytes((folder / "text.jsonl").read_bytes())
-    assert main([*line.split(), "--base", "base"]) == 0
+    for line in lines:
+        assert main([*line.split(), "--base", "base"]) == 0
     assert yaml.safe_load((folder / "config.yaml").read_text())["pose"]["target_length"] == 32768
+    assert from_script("train.py", "base").settings.target_length == 32768
