@@ -26,6 +26,7 @@ from pose_plugin.features import (
     arrays,
     cut,
     joined,
+    labelled,
     one_document,
     rows_of,
     supervised,
@@ -150,8 +151,12 @@ class PositionCollator:
         other.one_row = self.one_row
         return other
 
+    def restart_counts(self) -> None:
+        """Count what is drawn from now on, as a new run needs it."""
+        self._counts.zero_()
+
     def trained(self) -> dict[str, int]:
-        """Count what was drawn so far in this process.
+        """Count what was drawn in this process, since the last `restart_counts`.
 
         Returns:
             documents; skipped (those with a jump); tokens; farthest (the farthest position). For samplers that jump at
@@ -197,7 +202,7 @@ class PositionCollator:
                 "extend_context"
             )
         rows, packing = rows_of(features)
-        rows = [[one_document(document) for document in row] for row in rows]
+        rows = [[labelled(one_document(document)) for document in row] for row in rows]
         if getattr(self.collate, "reads_arrays", False):
             rows = [[arrays(document) for document in row] for row in rows]
         windows = iter(draw([document for row in rows for document in row]))

@@ -17,10 +17,13 @@ from pose_plugin.utils.errors import PoSEError
 Feature = Mapping[str, Any]
 
 IGNORED_LABEL = -100
-# TRL's masks of what is in the loss, in rows that its own collator has not turned into labels yet.
+# Masks of what is in the loss, in rows that TRL has not given labels: those of `apply_chat_template`, and rows with
+# `skip_prepare_dataset`.
 _MASKS = ("assistant_masks", "completion_mask")
+# Columns that a collator reads, besides the inputs of the model. A trainer must not remove them.
+COLUMNS = ("seq_lengths", *_MASKS)
 # Bookkeeping columns of the frameworks, which are not model inputs and could not be stacked.
-_DROPPED = ("position_ids", "length", "seq_lengths")
+_DROPPED = ("position_ids", "length", *COLUMNS)
 # Columns with an entry per token in all frameworks; a column of another length could not be cut with the tokens.
 _PER_TOKEN = ("labels", "attention_mask", "token_type_ids", *_MASKS)
 
@@ -74,7 +77,7 @@ def _split(feature: Feature) -> list[Feature]:
             "its documents, whole numbers of at least 1 that add up to the row"
         )
     ends = np.cumsum(lengths).tolist()
-    own = {key: value for key, value in feature.items() if key not in _DROPPED}
+    own = {key: value for key, value in feature.items() if key not in ("position_ids", "length", "seq_lengths")}
     return [
         {key: value[begin:end] if _per_token(value, size) else value for key, value in own.items()}
         for begin, end in zip([0, *ends[:-1]], ends, strict=True)
@@ -152,6 +155,17 @@ def one_document(feature: Feature) -> Feature:
             "padding at its ends can be removed. Remove the hidden tokens from the sample"
         )
     return {key: value[begin:end] if _per_token(value, size) else value for key, value in feature.items()}
+
+
+def labelled(feature: Feature) -> Feature:
+    """Return a document with `labels`, if it has none but masks of what is in the loss; else the document itself.
+
+    Without labels, inner collators take every token into the loss.
+    """
+    if "labels" in feature or not any(name in feature for name in _MASKS):
+        return feature
+    trained = supervised(feature)
+    return {**feature, "labels": np.where(trained, int_array(feature["input_ids"]), IGNORED_LABEL).tolist()}
 
 
 def _per_token(value: Any, size: int) -> bool:

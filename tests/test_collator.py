@@ -267,6 +267,27 @@ def test_a_column_of_another_length_than_the_tokens(name):
         collator(train_length=4)([{"input_ids": SIX, name: [1] * 5}])
 
 
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask"])
+def test_masks_of_rows_without_labels_become_labels(name):
+    mask = [0, 0, 1, 1, 0, 1]
+    batch = collator().assemble([{"input_ids": SIX, name: mask}, *rows(THREE)], fixed(W6, W3))
+    assert lists(batch)["labels"] == [[-100, -100, 12, 13, -100, 15], [*THREE, -100, -100, -100]]
+    given = collator().assemble([{"input_ids": SIX, "labels": SIX, name: mask}], fixed(W6))
+    assert lists(given)["labels"] == [SIX]
+    packed = collator().assemble(
+        [{"input_ids": SIX + THREE, name: [0] * 6 + [1] * 3, "seq_lengths": [6, 3]}], fixed(W6, W3)
+    )
+    assert lists(packed)["labels"] == [[-100] * 6 + THREE]
+
+
+def test_a_column_that_would_be_left_out_of_the_batch():
+    pad = PoSECollator(make_tokenizer(), target_length=64)
+    for value in ([0.5] * 6, torch.zeros(3, 2, 2), [[1, 2]]):
+        with pytest.raises(PoSEError, match="column weights"):
+            pad(rows(SIX, weights=value))
+    assert "text" not in pad(rows(SIX, text="a", messages=[{"role": "user"}], number=3, length=6))
+
+
 def test_seq_lengths_follow_documents_that_were_cut():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     cut = [window([0, 1, 9, 10], [0, 1, 4, 5]), window([0, 7], [0, 2])]

@@ -66,7 +66,8 @@ def run_facts(trainer: Any, drawn: Mapping[str, int], data: list[str] | None = N
     trained: dict[str, Any] = {
         "steps": state.global_step,
         "epochs": round(float(state.epoch or 0), 4),
-        "rows_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        # Not of `args`: `auto_find_batch_size` may have found a smaller batch, and ranks may share rows.
+        "rows_a_step": trainer.get_total_train_batch_size(args),
         "learning_rate": args.learning_rate,
         "processes": args.world_size,
         # Each process draws positions for its own share of the rows; these counts are of the first process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,10 @@ class PoSECollator(PositionCollator):
         return getattr(self.collate, "tokenizer", None) or getattr(self._own, "tokenizer", None)
 
 
+# What `_PadLabels` pads, and what it leaves out because `PositionCollator` writes it or no model reads it.
+_PADDED = {"input_ids", "labels", "token_type_ids", "attention_mask", "special_tokens_mask", "seq_lengths"}
+
+
 class _PadLabels:
     """Pads `input_ids`, `labels` and `token_type_ids`. In rows without labels every token is in the loss.
 
@@ -91,6 +96,13 @@ class _PadLabels:
         self.multiple = 1
 
     def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        for name in features[0].keys() - _PADDED:
+            # Text and single numbers describe a row. An array is an input, such as pixels or weights of the loss.
+            if np.ndim(value := features[0][name]) and np.asarray(value).dtype.kind in "biuf":
+                raise PoSEError(
+                    f"rows have the column {name}, an array, which PoSECollator would leave out of the batch. Remove "
+                    "it, or wrap a collator that stacks it: PoSECollator(tokenizer, collate=…)"
+                )
         ids = [int_array(feature["input_ids"]) for feature in features]
         labels = [int_array(feature.get("labels", own)) for feature, own in zip(features, ids, strict=True)]
         columns = {"input_ids": (ids, self.tokenizer.pad_token_id), "labels": (labels, IGNORED_LABEL)}
@@ -108,8 +120,11 @@ class _PadLabels:
 
 
 def _wrappers() -> dict[tuple[type, str], Around]:
-    """A trainer takes no hint but the collator itself, so the constructors of trainers are wrapped."""
-    wrappers: dict[tuple[type, str], Around] = {(Trainer, "__init__"): _bind_after}
+    """A trainer takes no hint but the collator itself, so the constructors of trainers are wrapped.
+
+    `train` is wrapped for a collator that is set later: `trainer.data_collator = PoSECollator(…)`.
+    """
+    wrappers: dict[tuple[type, str], Around] = {(Trainer, "__init__"): _bind_after, (Trainer, "train"): _bind_before}
     if importlib.util.find_spec("trl") is not None:
         from trl import SFTTrainer
 
@@ -123,8 +138,22 @@ def _bind_after(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None
         _require_supervised(trainer)
     construct(trainer, *args, **kwargs)
     if isinstance(trainer.data_collator, PoSECollator):
-        pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or _packed_before(trainer)
-        bind(trainer, trainer.data_collator, pack=pack)
+        _bind(trainer)
+
+
+def _bind_before(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Train; bind the trainer first if it has got a PoSECollator since it was constructed."""
+    if not isinstance(trainer.data_collator, PoSECollator) or getattr(trainer, "pose_callback", None) is not None:
+        return train(trainer, *args, **kwargs)
+    _require_supervised(trainer)
+    _bind(trainer)
+    # Through its new class, whose `train` does more.
+    return trainer.train(*args, **kwargs)
+
+
+def _bind(trainer: Any) -> None:
+    pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or _packed_before(trainer)
+    bind(trainer, trainer.data_collator, pack=pack)
 
 
 def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -193,20 +222,13 @@ def _flattened(collate: Any) -> Packing | None:
 
 
 def _packed_before(trainer: Any) -> Packing | None:
-    """Return how the data set was packed before the trainer was made, e.g. by `trl.pack_dataset`.
-
-    Raises:
-        PoSEError: the trainer would drop the column with the lengths of the documents.
-    """
-    if "seq_lengths" not in (getattr(trainer.train_dataset, "column_names", None) or ()):
-        return None
-    trainer._set_signature_columns_if_needed()
-    if trainer.args.remove_unused_columns and "seq_lengths" not in trainer._signature_columns:
-        raise PoSEError(
-            "train_dataset has the column seq_lengths, so its rows are packed, but remove_unused_columns=True drops it "
-            "and each row would be trained as one document. Set remove_unused_columns=False"
-        )
-    return Packing.SEQ_LENGTHS
+    """Return how the data set was packed before the trainer was made, e.g. by `trl.pack_dataset`."""
+    dataset = trainer.train_dataset
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        # A list, or a data set of torch: its rows name the columns. A stream is not read, and the collator refuses it.
+        columns = dataset[0] if isinstance(dataset[0], Mapping) else None
+    return Packing.SEQ_LENGTHS if "seq_lengths" in (columns or ()) else None
 
 
 def _padding_free(args: Any) -> bool:

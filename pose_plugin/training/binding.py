@@ -25,7 +25,7 @@ from transformers import Trainer
 
 from pose_plugin.attention import needs_one_row
 from pose_plugin.collator import PositionCollator
-from pose_plugin.features import Packing
+from pose_plugin.features import COLUMNS, Packing
 from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
 from pose_plugin.training.history import last_checkpoint, whole_checkpoint
@@ -69,7 +69,7 @@ class PoSETrainerMixin(_Base):
         if checkpoint is not None:
             let_cpu_ranks_resume()
             warn_of_other_settings(checkpoint, self.pose_callback.collator.settings)
-        self.pose_callback.history.begin(checkpoint)
+        self.pose_callback.history.checkpoint = checkpoint
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -102,6 +102,12 @@ class PoSETrainerMixin(_Base):
         if self.pose_train_sampler is not None:
             return self.pose_train_sampler
         return super()._get_train_sampler(*args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Name the columns that `remove_unused_columns` keeps: those of the model, and those of the collator."""
+        super()._set_signature_columns_if_needed()
+        if self.pose_callback is not None:
+            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         with on_each_machine(self) if self.pose_callback is not None else nullcontext():

@@ -99,6 +99,8 @@ class PoSECallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs.get("model") or self.trainer.model
         settings = self.collator.settings
+        # Here, as `auto_find_batch_size` begins again after each attempt that ran out of memory.
+        self.history.begin()
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         report_launch(self.trainer)
@@ -123,6 +125,12 @@ class PoSECallback(TrainerCallback):
 
     def _check(self, model: Any) -> None:
         settings = self.collator.settings
+        if self.trainer.data_collator is not self.collator:
+            raise PoSEError(
+                f"trainer.data_collator is another one now ({type(self.trainer.data_collator).__name__}), whose "
+                "positions this run does not check, count or record. Give it to the trainer's constructor as "
+                "data_collator"
+            )
         require_rows_fit(parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
         if is_unsloth(model):
             require_unsloth_fits(model, settings)
@@ -173,7 +181,7 @@ class PoSECallback(TrainerCallback):
             log.warning(
                 "NOTHING WAS TRAINED: the run ended after steps=0, and what is saved are the base's weights. Check "
                 "max_steps and num_train_epochs, and that the rows fill at least one batch of %d rows per process",
-                args.train_batch_size,
+                self.trainer._train_batch_size,
             )
         self._report_what_was_trained()
 
@@ -204,6 +212,11 @@ class PoSECallback(TrainerCallback):
     def _report_what_was_trained(self) -> None:
         settings, trained = self.collator.settings, self.history.drawn()
         if not trained["documents"]:
+            if self.trainer.state.global_step:
+                log.warning(
+                    "documents=0: no row passed through PoSECollator, so plain positions were trained. Return a data "
+                    "loader with collate_fn=trainer.data_collator from get_train_dataloader"
+                )
             return
         log.info(
             "this process drew %(documents)d documents (prefetched ones included), %(skipped)d of them with a jump, "

@@ -19,6 +19,7 @@ class History:
     """Counts of the documents that the first process drew, over the interruptions of a run.
 
     Attributes:
+        checkpoint: the one that the run resumes, if any. Its record holds the counts up to there.
         idle_steps: steps with a learning rate of 0 after the last one. transformers makes one if the checkpoint of the
             last step is resumed.
         of_loaded_weights: entries of the record's `trained` that differ from the end of the run, because the weights
@@ -27,21 +28,20 @@ class History:
 
     def __init__(self, collator: PositionCollator) -> None:
         self._collator = collator
-        self._counted: dict[str, int] = {}
+        self.checkpoint: str | None = None
         self._earlier: dict[str, int] = {}
         self.idle_steps = 0
         self.of_loaded_weights: dict[str, Any] = {}
 
-    def begin(self, checkpoint: str | None) -> None:
-        """Start counting. The collator may have served an earlier run of this process; its counts are left out.
+    def begin(self) -> None:
+        """Start counting.
 
-        Args:
-            checkpoint: the one that is resumed, if any. Its record holds the counts up to there.
+        The collator may have served an earlier run of this process, or an attempt that `auto_find_batch_size` gave up.
         """
-        self._counted = self._collator.trained()
-        before = _trained(checkpoint) if checkpoint else {}
+        self._collator.restart_counts()
+        before = _trained(self.checkpoint) if self.checkpoint else {}
         self._earlier = before.get("first_process", {})
-        made = _step(Path(checkpoint)) if checkpoint else None
+        made = _step(Path(self.checkpoint)) if self.checkpoint else None
         self.idle_steps = max(0, made - before.get("steps", made)) if made is not None else 0
         self.of_loaded_weights = {}
 
@@ -57,7 +57,7 @@ class History:
         for name, count in self._collator.trained().items():
             earlier = self._earlier.get(name, 0)
             # The farthest position is a maximum; the others add up.
-            found[name] = max(count, earlier) if name == "farthest" else count - self._counted.get(name, 0) + earlier
+            found[name] = max(count, earlier) if name == "farthest" else count + earlier
         return found
 
 

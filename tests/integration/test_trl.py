@@ -438,23 +438,22 @@ def test_padding_free_rows_with_a_foreign_collator(tmp_path):
     )
 
 
-def test_rows_packed_before_whose_borders_the_trainer_drops(tmp_path):
-    def case(keep):
+def test_rows_packed_before_for_a_plain_trainer(tmp_path):
+    """It keeps the borders, although remove_unused_columns removes what is no input of the model."""
+
+    def case():
         from datasets import Dataset
         from transformers import Trainer, TrainingArguments
 
         from pose_plugin import PoSECollator
 
         model, tokenizer = trl_runs.make_model(tmp_path)
-        args = TrainingArguments(
-            str(tmp_path / "out"), use_cpu=True, report_to=[], max_steps=2, remove_unused_columns=not keep
-        )
+        args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], max_steps=2)
         collator = PoSECollator(tokenizer, target_length=TARGET, train_length=WINDOW)
         data = Dataset.from_list(packed_before())
         return trl_runs.run(Trainer(model, args, train_dataset=data, data_collator=collator), save=False)
 
-    refused(lambda: case(keep=False), "PoSEError: train_dataset has the column seq_lengths", "remove_unused_columns=")
-    lengths = {len(tokens) for step in forked(case, True).value["steps"] for tokens, _ in step}
+    lengths = {len(tokens) for step in forked(case).value["steps"] for tokens, _ in step}
     assert lengths == {20, 25, 15}
 
 

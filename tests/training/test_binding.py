@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from pose_plugin import PoSECollator, extend_context
@@ -85,11 +87,11 @@ def test_a_later_patch_of_another_package_stays(monkeypatch):
     assert Owner().method(5) == 5 and PLACE not in binding._wrapped
 
 
-def trainer_of(folder, kind=Trainer, collator=None, **arguments):
+def trainer_of(folder, kind=Trainer, collator=None, rows=None, **arguments):
     model = make_llama()
     if collator is not None:
         model = type(model)(extend_context(model.config, TARGET))
-    rows = [{"input_ids": list(range(3, 30 + i)), "labels": list(range(3, 30 + i))} for i in range(4)]
+    rows = rows or [{"input_ids": list(range(3, 30 + i)), "labels": list(range(3, 30 + i))} for i in range(4)]
     values = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     return kind(
         model,
@@ -189,6 +191,52 @@ def test_a_collator_that_the_user_sets_later_is_left_alone(tmp_path, collator):
     trainer.data_collator = later = collator.plain()
     loader = trainer.get_eval_dataloader()
     assert getattr(loader.collate_fn, "data_collator", loader.collate_fn) is later
+
+
+def test_a_collator_that_is_set_before_training_is_bound(tmp_path, collator):
+    trainer = trainer_of(tmp_path)
+    trainer.model = type(trainer.model)(extend_context(trainer.model.config, TARGET))
+    trainer.data_collator = collator
+    trainer.train()
+    trainer.save_model()
+    assert trainer.pose_callback.collator is collator and collator.trained()["documents"]
+    assert (tmp_path / "pose.json").exists()
+
+
+def test_a_collator_that_replaces_the_bound_one_is_refused(tmp_path, collator):
+    """The run would record the settings of the first."""
+    trainer = trainer_of(tmp_path, collator=collator)
+    for later in (collator.plain(), PoSECollator(make_tokenizer(), target_length=TARGET, sampler="randpos")):
+        trainer.data_collator = later
+        with pytest.raises(PoSEError, match="data_collator is another one now"):
+            trainer.train()
+
+
+def test_rows_that_do_not_pass_through_the_collator_are_reported(tmp_path, collator, caplog):
+    trainer = trainer_of(tmp_path, collator=collator)
+    trainer.get_train_dataloader = trainer.get_eval_dataloader
+    with caplog.at_level(logging.WARNING, "pose_plugin"):
+        trainer.train()
+    assert any("documents=0" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("make", [list, Dataset.from_list])
+def test_columns_that_the_collator_reads_reach_it(tmp_path, collator, make):
+    """`remove_unused_columns` removes what is no input of the model: borders of packed documents, masks of the loss."""
+    rows = make([{"input_ids": list(range(3, 33)), "seq_lengths": [10, 20], "assistant_masks": [0] * 25 + [1] * 5}] * 2)
+    trainer = trainer_of(tmp_path, collator=collator, rows=rows)
+    for batch in (next(iter(trainer.get_train_dataloader())), next(iter(trainer.get_eval_dataloader(rows)))):
+        assert batch["position_ids"][:, 10].tolist() == [0, 0] and "attention_mask" not in batch
+        assert batch["labels"].tolist() == [[-100] * 25 + list(range(28, 33))] * 2
+
+
+def test_a_stream_of_packed_rows_is_refused(tmp_path, collator):
+    """Its columns are unknown before its first row, so the trainer is not set up for packed rows."""
+    rows = IterableDataset.from_generator(
+        lambda: iter([{"input_ids": list(range(3, 33)), "seq_lengths": [10, 20]}] * 2)
+    )
+    with pytest.raises(PoSEError, match="a column seq_lengths"):
+        trainer_of(tmp_path, collator=collator, rows=rows).train()
 
 
 def test_train_may_be_called_twice(tmp_path, collator):

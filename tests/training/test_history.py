@@ -73,6 +73,25 @@ def test_a_second_run_of_one_process_counts_its_own(tmp_path):
     assert trained(tmp_path)["first_process"]["documents"] == 4
 
 
+def test_attempts_with_too_large_a_batch_do_not_count(tmp_path):
+    trainer = trainer_of(
+        tmp_path, per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=-1, num_train_epochs=1,
+        save_strategy="no",
+    )  # fmt: skip
+    step = trainer.training_step
+
+    def short_of_memory(model, inputs, *args, **kwargs):
+        if inputs["input_ids"].shape[0] > 3:
+            raise RuntimeError("CUDA out of memory.")
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = short_of_memory
+    trainer.train()
+    trainer.save_model()
+    assert trained(tmp_path)["first_process"]["documents"] == 12
+    assert (trained(tmp_path)["steps"], trained(tmp_path)["rows_a_step"]) == (4, 3)
+
+
 def test_the_record_of_the_best_checkpoint(tmp_path):
     """The loss of an enormous learning rate rises, so the first checkpoint is the best."""
     trainer = trainer_of(
@@ -136,10 +155,15 @@ def test_a_run_whose_first_checkpoint_was_interrupted_starts_from_the_beginning(
     assert whole_checkpoint(str(half), str(tmp_path)) == str(half)
 
 
+def counting(**counts):
+    """Return a collator that has drawn this much."""
+    return SimpleNamespace(trained=lambda: counts, restart_counts=lambda: None)
+
+
 def test_a_best_checkpoint_without_a_record(tmp_path):
     """It may be on the disk of another machine."""
-    history = History(SimpleNamespace(trained=lambda: {"documents": 5, "farthest": 9}))
-    history.begin(None)
+    history = History(counting(documents=5, farthest=9))
+    history.begin()
     history.loaded(str(tmp_path), 2)
     assert history.of_loaded_weights == {"steps": 2}
 
@@ -149,6 +173,7 @@ def test_a_checkpoint_without_counts(tmp_path, record):
     """Folders that were saved by earlier versions."""
     if record:
         (tmp_path / "pose.json").write_text(json.dumps(record))
-    history = History(SimpleNamespace(trained=lambda: {"documents": 5, "farthest": 9}))
-    history.begin(str(tmp_path))
-    assert history.drawn() == {"documents": 0, "farthest": 9}
+    history = History(counting(documents=5, farthest=9))
+    history.checkpoint = str(tmp_path)
+    history.begin()
+    assert history.drawn() == {"documents": 5, "farthest": 9}
