@@ -208,7 +208,8 @@ def _method(record: Record) -> str:
     sampler = SAMPLERS.get(str(record.sampler))
     if sampler is not None and not sampler.skips:
         return f"plain positions{rows}; {how}"
-    chunks = f", {counted(record.chunks, 'chunk')}" if sampler is not None and "chunks" in sampler.options() else ""
+    has_chunks = sampler is not None and "chunks" in sampler.options()
+    chunks = f", {counted(record.chunks, 'chunk')}" if has_chunks and record.chunks else ""
     paper = "[PoSE](https://arxiv.org/abs/2309.10400)"
     return f"{paper} (sampler {record.sampler}{chunks}){rows}; {how}"
 
