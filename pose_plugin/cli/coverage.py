@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pose_plugin.cli.parser import count, share
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import parse_length, parse_lengths
-from pose_plugin.utils.tables import columns
+from pose_plugin.utils.tables import columns, counted
 
 if TYPE_CHECKING:
     from pose_plugin.config import PoSESettings
@@ -170,7 +170,7 @@ def _label(settings: PoSESettings) -> str:
     from pose_plugin.positions import make_sampler
 
     options = make_sampler(settings).options()
-    chunks = f", {settings.chunks} chunk{'s' if settings.chunks != 1 else ''}" if "chunks" in options else ""
+    chunks = f", {counted(settings.chunks, 'chunk')}" if "chunks" in options else ""
     reference = ", reference" if settings.variant == "reference" else ""
     return f"{settings.sampler}{chunks}{reference}"
 

@@ -13,6 +13,7 @@ from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.tables import counted
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ class Retrieval(Asking):
 
     def _definition(self) -> str:
         rules = "; ".join(f"{kind}: {self.rules[kind]}" if kind else self.rules[kind] for kind in self.asked())
+        prompts = counted(self.trials, "prompt")
         return (
-            f"{self.name.capitalize()}: {self.trials} prompts per length and kind, {self.setting()}, seed {self.seed}; "
+            f"{self.name.capitalize()}: {prompts} per length and kind, {self.setting()}, seed {self.seed}; "
             "prompt and answer together are exactly `length` tokens; plain text without a chat template, greedy "
             f"decoding. Score: {rules}."
         )

@@ -19,6 +19,7 @@ from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.files import staged
+from pose_plugin.utils.tables import counted
 
 BEGIN, END = "<!-- pose-plugin: begin -->", "<!-- pose-plugin: end -->"
 # With an owner: a name without one may be that of a folder, see `public_name`.
@@ -207,7 +208,8 @@ def _method(record: Record) -> str:
     sampler = SAMPLERS.get(str(record.sampler))
     if sampler is not None and not sampler.skips:
         return f"plain positions{rows}; {how}"
-    chunks = f", {record.chunks} chunks" if sampler is not None and "chunks" in sampler.options() else ""
+    has_chunks = sampler is not None and "chunks" in sampler.options()
+    chunks = f", {counted(record.chunks, 'chunk')}" if has_chunks and record.chunks else ""
     paper = "[PoSE](https://arxiv.org/abs/2309.10400)"
     return f"{paper} (sampler {record.sampler}{chunks}){rows}; {how}"
 
@@ -217,7 +219,8 @@ def _trained(record: Record) -> str:
     if trained is None:
         return "not recorded"
     drawn = trained.first_process or {}
-    text = f"{trained.steps or 0} steps of {trained.rows_a_step or '?'} rows, {trained.epochs or 0:g} epochs"
+    rows = counted(trained.rows_a_step, "row") if trained.rows_a_step else "? rows"
+    text = f"{counted(trained.steps or 0, 'step')} of {rows}, {trained.epochs or 0:g} epochs"
     if drawn.get("tokens"):
         share = "" if trained.processes in (None, 1) else f" in the first of {trained.processes} processes"
         text += f"; {drawn['tokens']} tokens drawn{share} (some fetched ahead)"

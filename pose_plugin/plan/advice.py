@@ -7,6 +7,7 @@ import numpy as np
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
 from pose_plugin.rope.source import read_rope
+from pose_plugin.utils.tables import counted
 
 # A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
 FEW_ROWS = 100
@@ -78,8 +79,8 @@ def _about_coverage(plan: Plan) -> list[str]:
         )
     if plan.rows < PAPER_ROWS // 20:
         warnings.append(
-            f"{plan.rows} rows in all are less than a twentieth of the PoSE paper's {PAPER_ROWS} (1000 steps of 64), "
-            "which may be too few to learn new distances; train more steps or larger batches"
+            f"{counted(plan.rows, 'row')} in all are less than a twentieth of the PoSE paper's {PAPER_ROWS} (1000 "
+            "steps of 64), which may be too few to learn new distances; train more steps or larger batches"
         )
     return warnings
 

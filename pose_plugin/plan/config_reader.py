@@ -15,6 +15,7 @@ from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.files import read_json
+from pose_plugin.utils.tables import counted
 
 # The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
@@ -340,7 +341,7 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
         return None
     share = number(cfg, "val_set_size", 0, least=0, whole=False)
     if share:
-        notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {count} rows out")
+        notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {counted(count, 'row')} out")
         left = count - (count * share if share < 1 else share)
         if left < 1:
             raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")

@@ -13,6 +13,7 @@ from pose_plugin.positions import make_sampler
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.plots import COLOURS, check_ending, new_figure, tokens
+from pose_plugin.utils.tables import counted
 
 _METHODS = {
     "full": "all weights",
@@ -103,7 +104,7 @@ def _sampler(plan: Plan) -> str:
     settings = plan.inputs.settings
     if settings is None or not make_sampler(settings).skips:
         return "plain positions"
-    chunks = f", {settings.chunks} chunks" if "chunks" in make_sampler(settings).options() else ""
+    chunks = f", {counted(settings.chunks, 'chunk')}" if "chunks" in make_sampler(settings).options() else ""
     plain = f", {settings.unskipped_ratio:.0%} of the rows plain" if settings.unskipped_ratio else ""
     return f"sampler {settings.sampler}{chunks}{plain}"
 
@@ -111,12 +112,13 @@ def _sampler(plan: Plan) -> str:
 def _steps(plan: Plan) -> str:
     """Return rows and tokens, of a step and of the training."""
     run, inputs = plan.inputs.run, plan.inputs
-    rows = f"{run.rows} rows × {inputs.accumulate} × {run.gpus} GPU{'s' if run.gpus != 1 else ''}"
+    rows = f"{counted(run.rows, 'row')} × {inputs.accumulate} × {counted(run.gpus, 'GPU')}"
     step = plan.rows_of_step * plan.window
-    lines = [f"Step       {plan.rows_of_step} rows ({rows}), up to {step:,} tokens"]
+    lines = [f"Step       {counted(plan.rows_of_step, 'row')} ({rows}), up to {step:,} tokens"]
     if not plan.rows or not inputs.steps:
         return "\n".join([*lines, "In all     not known here: give --steps, or --rows of the data set"])
-    lines.append(f"In all     {inputs.steps} steps, {plan.rows:,} rows, up to {step * inputs.steps:,} tokens")
+    rows = counted(plan.rows, "row", ",")
+    lines.append(f"In all     {counted(inputs.steps, 'step')}, {rows}, up to {step * inputs.steps:,} tokens")
     if plan.target and plan.shorter:
         lines.append(
             f"           full-length rows would be {plan.rows * plan.target:,} tokens, "

@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables and counts in texts for people."""
 
 from __future__ import annotations
 
@@ -12,3 +12,13 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     )
+
+
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return a number with its noun: "1 text" or "2 texts".
+
+    Args:
+        noun: in the singular; its plural ends in s.
+        form: of the number, e.g. "," for 1,024.
+    """
+    return f"{number:{form}} {noun}{'' if number == 1 else 's'}"

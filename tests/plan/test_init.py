@@ -106,6 +106,13 @@ def test_wrong_input(folder, change, message, name, capsys):
     assert not any((folder / each).exists() for each in ("c.yaml", "c.py", "d.yaml", "d.py"))
 
 
+def test_one_is_in_the_singular(folder, capsys):
+    line = ["plan", "--base", "base", "--target-length", "512", "--train-length", "64", "--steps", "1", "--draws", "20"]
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert "1 row (1 row × 1 × 1 GPU)" in shown and "1 step, 1 row," in shown and "1 row in all" in shown
+
+
 def test_each_framework_has_its_own_default_name(folder):
     line = ["init", "base", "--target-length", "512", "--data", "text.jsonl"]
     assert main(line) == main([*line, "--framework", "trl"]) == 0

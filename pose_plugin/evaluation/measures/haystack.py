@@ -26,6 +26,7 @@ from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import leading_ids, random_key, require_room, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.tables import counted
 
 TOKENS_PER_FACT = 200
 """Short texts hold fewer facts, so that most of a haystack is text."""
@@ -211,8 +212,9 @@ class Haystack(Asking):
         return build(self._tokenizer, self.wording, filler, length - tail, self._count(length), seed)
 
     def _definition(self) -> str:
+        texts = counted(len(self.texts), "text")
         return (
-            f"Haystack: {len(self.texts)} texts, each read once, with up to {self.facts} facts at even depths (at most "
+            f"Haystack: {texts}, each read once, with up to {self.facts} facts at even depths (at most "
             f"one in {TOKENS_PER_FACT} tokens), seed {self.seed}. Each fact is asked for alone, with greedy decoding; "
             "text, longest question and answer together are exactly `length` tokens. Score: 1 if the first run of "
             f"digits begins with the {self.wording.digits} digits of the fact. Distances are from the end of the fact "

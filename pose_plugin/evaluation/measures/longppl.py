@@ -25,6 +25,7 @@ from pose_plugin.evaluation.measures.perplexity import tokenized
 from pose_plugin.evaluation.prompts import leading_ids, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.tables import counted
 
 
 def longppl(
@@ -161,8 +162,9 @@ class LongPPL(Measure):
         return [[*self._begin, *ids[: length - len(self._begin)]] for ids in used]
 
     def _definition(self, texts: int) -> str:
+        read = counted(texts, "text")
         return (
-            f"LongPPL (arXiv 2410.23771): perplexity over key tokens of {texts} texts, each cut to `length` tokens. A "
+            f"LongPPL (arXiv 2410.23771): perplexity over key tokens of {read}, each cut to `length` tokens. A "
             f"token is key if the evaluator, {self.evaluator}, gives it a log-probability above {self.beta:g} "
             f"with all before it, and gains more than {self.alpha:g} over the last {self._short} (to "
             f"{self._short + self._step}) tokens alone. An evaluator that is one of the models favours that model."

@@ -22,6 +22,7 @@ from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.prompts import leading_ids, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.tables import counted
 
 Window = tuple[list[int], int]
 """Token ids, and how many of the first are context only."""
@@ -95,7 +96,7 @@ class Perplexity(Measure):
         tally = _Tally(length, self.buckets)
         losses = losses_of(model, [ids for ids, _ in windows], lambda i, row: tally.add(windows[i][1], row), self)
         count, stride = len(windows), self._stride(length)
-        note = f"stride {stride}, {tally.tokens} tokens in {count} windows"
+        note = f"stride {stride}, {tally.tokens} tokens in {counted(count, 'window')}"
         loss = tally.total / tally.tokens
         row = Row(
             length, _exp(loss), tally.tokens, samples=tuple(losses), note=note,
@@ -124,10 +125,12 @@ class Perplexity(Measure):
             else "no begin-of-text token, so the first token of a text is not scored"
         )
         capped = "" if self.max_tokens is None else f" cut to {self.max_tokens} tokens"
-        picked = f"; at most {self.max_windows} windows per length, evenly spaced" if self.max_windows else ""
+        picked = (
+            f"; at most {counted(self.max_windows, 'window')} per length, evenly spaced" if self.max_windows else ""
+        )
         return (
             "Sliding-window perplexity: a token is scored once, in the first window that holds it"
-            f"{picked}; mean over tokens of {len(self._documents)} texts{capped} "
+            f"{picked}; mean over tokens of {counted(len(self._documents), 'text')}{capped} "
             f"({len(self.texts) - len(self._documents)} shorter than the largest window left out); {bos}. By position "
             "all tokens of every window count."
         )

@@ -25,6 +25,7 @@ from pose_plugin.evaluation.ruler.data import ESSAYS, data_in
 from pose_plugin.evaluation.ruler.fitting import fitted, score
 from pose_plugin.evaluation.ruler.tasks import TASKS, require
 from pose_plugin.utils.errors import PoSEError, did_you_mean
+from pose_plugin.utils.tables import counted
 
 AVERAGE = "average"
 
@@ -139,8 +140,9 @@ class Ruler(Retrieval):
     def _definition(self) -> str:
         with_text = any(TASKS[task].file == ESSAYS for task in self.ruler_tasks)
         text = " in the essays" if self.filler is None else " in a text of the user in place of the essays"
+        prompts = counted(self.trials, "prompt")
         return (
-            f"RULER (arXiv 2404.06654): {', '.join(self.ruler_tasks)}, and their average; up to {self.trials} prompts "
+            f"RULER (arXiv 2404.06654): {', '.join(self.ruler_tasks)}, and their average; up to {prompts} "
             f"per task and length, seed {self.seed}, {self._data.words_from}{text if with_text else ''}. Prompt and "
             "answer together have at most `length` tokens; plain text without a chat template, greedy decoding. "
             "Score: the share of the expected strings that the answer contains, as lm-eval scores it."
