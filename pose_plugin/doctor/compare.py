@@ -216,6 +216,7 @@ def judge(server: Server, folder: Folder, compared: Compared) -> list[Finding]:
     by = "log-probabilities" if compared.logprobs else "words (it returns no log-probabilities)"
     measured = f"{mine:.3f} nats"
     other = f"{compared.distances[nearest]:.3f} {nearest}"
+    scaled = folder.kind != "default"
     if compared.verdict == "unclear":
         happens = f"every rope explains the server's {by}, so prompts this short cannot tell"
         fix = f"Give longer prompts with --compare, past the old window of {folder.before or 'the base'}"
@@ -225,9 +226,10 @@ def judge(server: Server, folder: Folder, compared: Compared) -> list[Finding]:
         return [*findings, Finding("rope", measured, happens, "Compare with the folder that it serves")]
     if compared.verdict == "applied":
         away = min(value for name, value in compared.distances.items() if name != CONFIGURED)
-        happens = f"the server applies the scaling, by its {by}; the next rope is {away:.3f} away"
+        applies = "applies the scaling" if scaled else "computes the folder's rope, which has no scaling"
+        happens = f"the server {applies}, by its {by}; the next rope is {away:.3f} away"
         return [*findings, Finding("rope", measured, happens, "", "info")]
-    ignored = nearest.startswith("without its scaling")
+    ignored = scaled and nearest.startswith("without its scaling")
     happens = f"the server {'ignores the scaling' if ignored else 'computes another rope'}, by its {by}: {other}"
     fix = "Look at the engine's lines in `pose-plugin export`, or convert the folder again"
     return [*findings, Finding("rope", measured, happens, fix, "error")]

@@ -8,7 +8,7 @@ import numpy as np
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.doctor.folder import Folder
-from pose_plugin.export.engines import RULES, taken
+from pose_plugin.export.engines import RULES, EngineStopsError, taken
 from pose_plugin.utils.errors import PoSEError
 
 # Relative differences below this are rounding.
@@ -46,11 +46,12 @@ def readings(folder: Folder) -> list[Reading]:
         try:
             found = taken(rule, saved)
             frequencies, scale = found.frequencies(dim, saved.maximum)
-        except (PoSEError, KeyError, TypeError, ValueError) as error:
-            # The reason of a missing or wrong key is among the problems.
-            rows.append(
-                Reading(name, None, f"stops: {error}" if isinstance(error, PoSEError) else "stops at this rope")
-            )
+        except EngineStopsError as error:
+            rows.append(Reading(name, None, f"stops: {error.reason}"))
+            continue
+        except (KeyError, TypeError, ValueError):
+            # The reason is among the problems.
+            rows.append(Reading(name, None, "stops at this rope"))
             continue
         first = first or (frequencies, scale)
         rows.append(Reading(name, found.default, _compared(found.rope["rope_type"], (frequencies, scale), first)))

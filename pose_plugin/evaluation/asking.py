@@ -48,6 +48,8 @@ class Asking(Measure):
 
         kept: Answers = self._kept or Answers()
         missing = unanswered(questions, kept)
+        if not missing:
+            return kept
         with progress_bar(f"{self.name} {length}", len(missing), "prompt", self.progress) as bar:
 
             def keep(question: Question, text: str, **more: Any) -> None:
@@ -56,7 +58,7 @@ class Asking(Measure):
 
             if isinstance(model, Answerer):
                 model.answer(missing, keep)
-            elif missing:
+            else:
                 from pose_plugin.evaluation.generation import generate
 
                 generate(model, self._tokenizer, missing, keep, length, self.batch_size)

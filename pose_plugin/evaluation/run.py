@@ -205,6 +205,7 @@ class Session:
     def results(self, source: Source) -> Iterator[ModelResult]:
         """Yield the model's results after each measure, more of them each time."""
         row = ModelResult(source.name, facts=source.facts, tokens=self._tokens[source.name])
+        self._judge_answered(source)
         model = self._load(source)
         for measure in self._prepared[source.name]:
             parts = list(self._parts(model, source, measure))
@@ -214,6 +215,12 @@ class Session:
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _judge_answered(self, source: Source) -> None:
+        """Judge lengths whose questions all have answers, as after other processes; this needs no model."""
+        for measure, n in self._missing(source):
+            if isinstance(measure, Asking) and not unanswered(measure.questions(n), self._answers[source.name]):
+                self._keep(self._key(source, measure, n), source, measure, n, measure.run(None, n).to_dict())
 
     def notes(self, source: Source) -> list[str]:
         """Return what was left out and what cannot be compared, for the report."""

@@ -21,6 +21,18 @@ _NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
 _YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"})
 
 
+class EngineStopsError(PoSEError):
+    """An engine cannot load a folder.
+
+    Attributes:
+        reason: in a few words, without the engine's name and the fix.
+    """
+
+    def __init__(self, rule: Rule, reason: str, fix: str = "") -> None:
+        super().__init__(f"{rule.engine} {rule.versions} stops: {reason}{fix}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one engine reads a model.
@@ -42,6 +54,8 @@ class Rule:
         yarn_keys: keys of yarn that it reads, in addition to the factor and the original window.
         own_longrope_scale: whether it computes the scale of longrope's cos and sin itself, without attention_factor.
         adapters: whether it serves a LoRA adapter on its base.
+        strict: whether it raises an error at a window that is written as 8192.0. vLLM and SGLang require transformers
+            5, whose configs check types.
     """
 
     engine: str
@@ -60,6 +74,7 @@ class Rule:
     yarn_keys: frozenset[str] = _YARN
     own_longrope_scale: bool = False
     adapters: bool = False
+    strict: bool = False
 
 
 _VLLM_LENGTHS = (
@@ -89,6 +104,7 @@ RULES = (
         read_in="5.16.1",
         unstated=frozenset(NEED_ORIGINAL),
         adapters=True,
+        strict=True,
     ),
     Rule("transformers", "4", read_in="4.57.6", older=True, unstated=frozenset({"yarn"}), adapters=True),
     # vllm/config/model.py (`_get_and_verify_max_len`), transformers_utils/model_arch_config_convertor.py, and
@@ -104,6 +120,7 @@ RULES = (
         longrope_default=True,
         own_longrope_scale=True,
         adapters=True,
+        strict=True,
     ),
     Rule(
         "vllm",
@@ -130,6 +147,7 @@ RULES = (
         yarn_keys=_YARN - {"attention_factor"} | {"attn_factor"},
         own_longrope_scale=True,
         adapters=True,
+        strict=True,
     ),
     # conversion/base.py; its loader and the logits in benchmarks/results/engines.json.
     Rule(
@@ -139,6 +157,7 @@ RULES = (
         length_keys=("max_position_embeddings", "n_ctx", "n_positions", "max_length", "max_sequence_length"),
         kinds=frozenset({"default", "linear", "yarn", "llama3", "longrope"}),
         yarn_keys=frozenset({"beta_fast", "beta_slow"}),
+        strict=True,
     ),
     # mlx_lm/models/rope_utils.py. Most of its models read the older keys; there is no limit, and this is the window
     # for which the model was made.
@@ -214,17 +233,22 @@ def taken(rule: Rule, saved: Saved) -> Taken:
     """Return what an engine takes from a folder.
 
     Raises:
-        PoSEError: the engine raises an error at this kind of rope.
+        EngineStopsError: the engine raises an error at this folder.
     """
+    written = saved.text.get("max_position_embeddings")
+    if rule.strict and isinstance(written, float):
+        raise EngineStopsError(
+            rule, f"max_position_embeddings={written} is not a whole number", f"; write {written:.0f}"
+        )
     rope = dict(saved.older_rope if rule.older else saved.rope)
     kind = rope["rope_type"]
     if kind not in rule.kinds | rule.dropped:
-        raise PoSEError(f"{rule.engine} {rule.versions} does not support rope_type={kind}")
+        raise EngineStopsError(rule, f"rope_type={kind} is not supported")
     if kind in rule.unstated:
         rope.setdefault("original_max_position_embeddings", saved.maximum)
     _require_original(rule, rope)
     if kind in _NEED_FACTOR and "factor" not in rope and not rope.get("alpha"):
-        raise PoSEError(f"{rule.engine} {rule.versions} needs factor for rope_type={kind}")
+        raise EngineStopsError(rule, "factor is missing", f"; rope_type={kind} needs it")
     default, most = _window(rule, saved, rope)
     if kind in rule.dropped:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)
@@ -242,9 +266,10 @@ def taken(rule: Rule, saved: Saved) -> Taken:
 
 def _require_original(rule: Rule, rope: Mapping[str, Any]) -> None:
     if rope["rope_type"] in NEED_ORIGINAL and not rope.get("original_max_position_embeddings"):
-        raise PoSEError(
-            f"{rule.engine} {rule.versions} needs original_max_position_embeddings for rope_type={rope['rope_type']}; "
-            "add the window before training: pose-plugin doctor --base … --mend …"
+        raise EngineStopsError(
+            rule,
+            "original_max_position_embeddings is missing",
+            f"; rope_type={rope['rope_type']} needs the window before training: pose-plugin doctor --base … --mend …",
         )
 
 

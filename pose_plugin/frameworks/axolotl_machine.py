@@ -13,9 +13,8 @@ import torch
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log
 
-# Seconds that Axolotl's telemetry gets for its last messages once a run was refused.
-PATIENCE = 3.0
-
+# Seconds that Axolotl's telemetry gets for its last messages.
+PATIENCE = 5.0
 
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
@@ -93,8 +92,12 @@ def place_on_cpu(cfg: Any) -> None:
 
 
 def end_without_network() -> None:
-    """Let a refused run end: at exit, Axolotl's telemetry waits for messages that a machine offline never sends."""
-    # A second call changes nothing. Called after the telemetry's own registration, so it runs before that.
+    """Let a run end on a machine without a network, where Axolotl's telemetry can wait forever.
+
+    At exit its client stops the thread that sends, and then Axolotl waits until the queue is empty. Messages that came
+    in while an earlier one was tried again are still in it.
+    """
+    # Exit functions run in reverse order, and Axolotl made its client before it called a plugin.
     atexit.unregister(_stop_waiting)
     atexit.register(_stop_waiting)
 
@@ -102,11 +105,19 @@ def end_without_network() -> None:
 def _stop_waiting() -> None:
     manager = getattr(sys.modules.get("axolotl.telemetry.manager"), "TelemetryManager", None)
     client = getattr(sys.modules.get("posthog"), "default_client", None)
-    if not isinstance(getattr(sys, "last_value", None), PoSEError) or manager is None or client is None:
+    if manager is None or client is None:
         return
     end = time.monotonic() + PATIENCE
     while client.queue.unfinished_tasks and time.monotonic() < end:
         time.sleep(0.05)
     if client.queue.unfinished_tasks:
+        # The last line of a refused run is the reason.
+        if not isinstance(getattr(sys, "last_value", None), PoSEError):
+            log.warning(
+                "Axolotl's telemetry could not send %s messages within %g s, so the run ends without them. Without a "
+                "network, AXOLOTL_DO_NOT_TRACK=1 turns it off",
+                client.queue.unfinished_tasks,
+                PATIENCE,
+            )
         atexit.unregister(manager.get_instance().shutdown)
         atexit.unregister(client.join)

@@ -19,7 +19,7 @@ class Finding:
 
     Attributes:
         key: the config key or setting that it comes from, e.g. "sliding_window".
-        value: its value.
+        value: its value; None if it is missing, "" if the finding is about the whole key or file.
         happens: what follows from it, as a sentence without a full stop.
         fix: what to do, as a sentence without a full stop; empty if nothing needs to be done.
         severity: "info" if it is as it should be, "warning" for a likely mistake, "error" if it cannot work.
@@ -33,7 +33,8 @@ class Finding:
 
     def __str__(self) -> str:
         fix = f". {self.fix}" if self.fix else ""
-        return f"{self.key}={self.value}: {self.happens}{fix}"
+        value = " is missing" if self.value is None else f"={self.value}" if self.value != "" else ""
+        return f"{self.key}{value}: {self.happens}{fix}"
 
 
 def report(findings: Iterable[Finding], prefix: str = "", least: Severity = "info") -> None:

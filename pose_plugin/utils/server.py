@@ -220,6 +220,12 @@ class Server:
         if 300 <= status < 400:
             to = self._clean.line(without_password(error.response.headers.get("location", "nowhere")))
             return ServerGoneError, f"--url {self.address} redirects to {to}; give that address if you trust it"
+        if "unordered_map::at" in said:
+            return FailedError, (
+                f"--url {self.address}: llama.cpp cannot split text into tokens ({said}), because its GGUF file names "
+                "another kind of tokenizer than the model has. Convert the model again, with the tokenizer files that "
+                "its authors published"
+            )
         if status == 413 or (status in (400, 422, 500) and TOO_LONG.search(said)):
             return TooLongError, f"{refuses} this length ({said})"
         if status in (400, 404, 422) and ("model" in said.lower() or repr(self.model) in said):

@@ -254,7 +254,7 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     (
         "NVIDIA-NeMo/Megatron-Bridge#3077: the same if both forms agree, except that one has the base",
-        "base missing",
+        "rope_theta missing",
         {
             "config.json": new(
                 SMALL,
@@ -295,14 +295,14 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
     ),
     (
         "hiyouga/LlamaFactory with transformers 5: the dict is replaced by one without its base",
-        "base missing",
+        "rope_theta missing",
         {"config.json": new(QWEN3, yarn(4.0, 32768), max_position_embeddings=131072)},
         None,
         {"rope_parameters.rope_theta": 1e6},
     ),
     (
         "TensorRT-Model-Connect#400: a reader of one form only, and no base in it",
-        "base missing",
+        "rope_theta missing",
         {"config.json": new(LLAMA3, dict(LLAMA3_ROPE), max_position_embeddings=131072)},
         None,
         {"rope_parameters.rope_theta": 500000.0},

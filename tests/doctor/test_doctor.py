@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
-from pose_plugin.doctor.compare import CONFIGURED, Compared
+from pose_plugin.doctor.compare import CONFIGURED, Compared, judge
 from pose_plugin.doctor.engines import readings
 from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, LORA, PHI3, QWEN3, SMALL, new, yarn
 from tests.pages import benchmark, committed
@@ -92,7 +93,7 @@ def test_several_folders_as_json(tmp_path, capsys):
 def test_a_damaged_config_is_an_error(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "damaged file" in capsys.readouterr().out
+    assert "damaged file: config.json: no reader can load it (" in capsys.readouterr().out
 
 
 def test_weights_are_linked_and_not_read(tmp_path):
@@ -135,13 +136,37 @@ def test_a_scaling_without_any_base_is_noted(tmp_path, capsys):
     config = {**SMALL, "rope_scaling": yarn(4.0, 8192), "max_position_embeddings": 32768}
     del config["rope_theta"]
     assert main(["doctor", str(write(tmp_path / "model", {"config.json": config}))]) == 0
-    assert "info     base missing" in capsys.readouterr().out
+    assert "info     rope_theta missing" in capsys.readouterr().out
 
 
 def test_without_a_factor_every_engine_stops(tmp_path):
     rope = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
     folder = write(tmp_path, {"config.json": {**SMALL, "rope_scaling": rope, "max_position_embeddings": 32768}})
-    assert {row.window for row in readings(read_folder(folder))} == {None}
+    rows = readings(read_folder(folder))
+    assert {row.window for row in rows} == {None}
+    assert {row.rope for row in rows} == {"stops: factor is missing"}
+
+
+def test_a_window_written_as_a_float_stops_engines_that_check_types(tmp_path):
+    from transformers import AutoConfig
+
+    folder = write(tmp_path, {"config.json": {**SMALL, "max_position_embeddings": 8192.0}})
+    with pytest.raises(Exception, match=r"8192\.0"):
+        AutoConfig.from_pretrained(folder)
+    rows = {row.engine: row for row in readings(read_folder(folder))}
+    assert rows["transformers ≥ 5"].window is None and "8192.0" in rows["transformers ≥ 5"].rope
+    assert rows["transformers 4"].window == 8192
+
+
+@pytest.mark.parametrize("known", ["nothing", "base", "record"])
+def test_a_tokenizer_limit_is_repaired_if_the_maximum_is_known_to_be_right(known, tmp_path):
+    files = {"config.json": QWEN3, "tokenizer_config.json": {"model_max_length": 8192}}
+    if known == "record":
+        files["pose.json"] = {"target_length": QWEN3["max_position_embeddings"]}
+    folder = write(tmp_path / "model", files)
+    base = write(tmp_path / "base", {"config.json": QWEN3}) if known == "base" else None
+    (found,) = diagnose(read_folder(folder, base))
+    assert found.cause == "tokenizer limit" and bool(found.changes) == (known != "nothing")
 
 
 def test_what_engines_take_is_unknown_if_numbers_are_text(tmp_path, capsys):
@@ -154,6 +179,14 @@ def test_far_answers_are_explained_by_no_rope():
     # A model without scaling has one rope, so there is no other to be nearer.
     assert Compared({CONFIGURED: 0.75}, logprobs=False).verdict == "none"
     assert Compared({CONFIGURED: 0.01}, logprobs=False).verdict == "unclear"
+
+
+@pytest.mark.parametrize("mine, other, wanted", [(0.0, 0.3, "has no scaling"), (0.3, 0.0, "computes another rope")])
+def test_a_folder_without_scaling_has_none_to_apply_or_ignore(mine, other, wanted, tmp_path):
+    folder = read_folder(write(tmp_path, {"config.json": SMALL}))
+    compared = Compared({CONFIGURED: mine, "without its scaling and its rope_theta": other}, logprobs=True)
+    (finding,) = judge(SimpleNamespace(window=None), folder, compared)
+    assert wanted in str(finding)
 
 
 def without_torch(folders):

@@ -133,6 +133,7 @@ class Odd(Listening):
             "wrong name": (True, 404, "The model `tiny` does not exist."),
             "loading": (True, 503, "Loading model"),
             "broken": (True, 500, "no chat template"),
+            "wrong tokenizer": (isinstance(asked.get("prompt"), str), 400, "unordered_map::at"),
         }
         applies, *refusal = refusals.get(self.kind, (False,))
         return refusal if applies else None
@@ -184,6 +185,7 @@ class Odd(Listening):
         ("wrong name", 2, "--model tiny"),
         ("loading", 2, "Loading model"),
         ("broken", 2, "no chat template"),
+        ("wrong tokenizer", 2, "Convert the model again"),
         ("slow", 2, "--timeout 0.1"),
     ],
 )

@@ -82,6 +82,8 @@ def test_two_processes_write_the_report_of_one(words, alone, tmp_path):
     assert sorted(row["key"] for row in rows) == sorted(row["key"] for row in single)
     # Only the first process prints.
     assert done.stdout.count("[1/2] base") == 2 and done.stdout.count("Written to") == 1
+    # Its models are not loaded again to judge what both have asked.
+    assert done.stdout.count("nothing is missing") == 2
 
 
 def test_a_rank_that_dies_is_resumed_by_the_same_command(words, alone, tmp_path):

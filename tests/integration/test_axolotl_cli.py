@@ -224,6 +224,28 @@ def test_a_beacon_option_reaches_its_block():
     assert cfg == {"beacon": {"interval": 64, "ratios": [2, 4]}, "sequence_len": 64}
 
 
+END = """
+import sys, time
+from axolotl.telemetry.manager import TelemetryManager
+from posthog.consumer import Consumer
+from pose_plugin.frameworks.axolotl_machine import end_without_network
+Consumer.request = {"away": lambda self, batch: time.sleep(1e6), "there": lambda self, batch: None}[sys.argv[1]]
+for event in ("config-loaded", "train-end"):
+    TelemetryManager.get_instance().send_event(event)
+    end_without_network()
+"""
+
+
+@pytest.mark.parametrize("network", ["there", "away"])
+def test_a_run_ends_without_a_network(network):
+    """Axolotl's own exit waits forever for messages that nobody sends any more."""
+    variables = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "0", "DO_NOT_TRACK": "0"}
+    command = [sys.executable, "-c", END, network]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert ("AXOLOTL_DO_NOT_TRACK=1" in done.stderr + done.stdout) == (network == "away")
+
+
 def test_a_refusal_is_the_last_thing_on_the_screen(home):
     """One sentence at the end, no file written, and no waiting for a network that never answers."""
     config = write(home, "refused", plugins=["tests.integration.recorder.NoNetwork", "pose_plugin"])

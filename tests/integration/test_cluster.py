@@ -7,13 +7,18 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.forked import forked
 from tests.pages import commands
 
 pytestmark = pytest.mark.once
+needs_axolotl = pytest.mark.skipif(
+    importlib.util.find_spec("axolotl") is None, reason="Axolotl is not installed: pip install axolotl"
+)
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example_configs" / "cluster"
 # The programs of a cluster. `srun` runs its command on each of two machines, the others print what they are given.
@@ -84,9 +89,33 @@ def test_ray(run, arguments, line):
     assert run("bash", str(FOLDER / "ray.sh"), *arguments) == [line.split()]
 
 
+def in_a_worker_of_ray(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Hand a config from Ray's driver to a worker as Axolotl does; return its block and its overrides of the model."""
+    from axolotl.cli import train
+    from axolotl.cli.config import load_cfg
+    from axolotl.integrations.base import PluginManager
+
+    from tests.integration.axolotl_runs import base_yaml
+
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(base_yaml(folder, use_ray=True, ray_num_workers=2)))
+    given = load_cfg(str(file)).to_dict()
+    PluginManager.get_instance().plugins.clear()
+    found: dict[str, Any] = {}
+    train.do_train = found.update
+    train.ray_train_func({"cfg": given, "cli_args": None})
+    return found["cfg"].pose, found["cfg"].overrides_of_model_config
+
+
+@needs_axolotl
+def test_a_worker_of_ray_trains_with_the_block(tmp_path):
+    block, overrides = forked(in_a_worker_of_ray, tmp_path).value
+    assert block["target_length"] == overrides["max_position_embeddings"] == 512
+    assert overrides["rope_parameters"]["factor"] == 8
+
+
+@needs_axolotl
 def test_axolotl_has_the_options_for_ray():
-    if importlib.util.find_spec("axolotl") is None:
-        pytest.skip("Axolotl is not installed: pip install axolotl")
     from axolotl.cli.main import cli
     from click import Context
 

@@ -23,12 +23,13 @@ from pose_plugin.rope.read import LENGTH_KEYS
 
 def damaged_files(folder: Folder) -> Iterator[Problem]:
     for name, reason in folder.damaged.items():
-        yield problem("damaged file", name, reason, "no reader can load it", "Save or download it again", "error")
+        happens = f"no reader can load it ({reason})"
+        yield problem("damaged file", name, "", happens, "Save or download it again", "error")
     if CONFIG not in (*folder.files, *folder.damaged) and not folder.is_adapter:
         yield problem(
             "no config",
             "config.json",
-            "missing",
+            None,
             "without it and adapter_config.json no reader knows what the folder holds",
             "Name the folder that has config.json or adapter_config.json",
             "error",
@@ -63,9 +64,15 @@ def tokenizer_limit(folder: Folder) -> Iterator[Problem]:
             f"{folder.maximum}",
             f"Write {folder.maximum} into tokenizer_config.json",
             "warning",
-            # Which of the two is right is not known if the maximum was raised alone.
-            {} if trained_window(folder) else {TOKENIZER: {("model_max_length",): folder.maximum}},
+            {TOKENIZER: {("model_max_length",): folder.maximum}} if _maximum_is_sure(folder) else {},
         )
+
+
+def _maximum_is_sure(folder: Folder) -> bool:
+    """Return whether the maximum is the trained window. Without a witness, the tokenizer may be right instead."""
+    if trained_window(folder):
+        return False
+    return RECORD in folder.files or folder.base is not None or folder.reached == folder.maximum
 
 
 def generation_limit(folder: Folder) -> Iterator[Problem]:
@@ -124,7 +131,7 @@ def _adapter_rope(folder: Folder) -> Iterator[Problem]:
             yield problem(
                 "adapter without its config",
                 "config.json",
-                "missing",
+                None,
                 f"the tokenizer was saved for {limit} tokens, and the base's config ends at {base.maximum}: loaded on "
                 "it, the adapter runs with frequencies that it was not trained with",
                 "Copy the config.json of the trained model into the adapter's folder, and load the base with it",
@@ -136,7 +143,7 @@ def _adapter_rope(folder: Folder) -> Iterator[Problem]:
             yield problem(
                 "adapter without its config",
                 "config.json",
-                "missing",
+                None,
                 f"PEFT and engines run it with the rope of {named}{window}; the folder does not say whether it was "
                 "trained with that",
                 "If it was trained with another rope, copy the trained model's config.json here. Look at the base "

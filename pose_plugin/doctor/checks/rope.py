@@ -125,7 +125,7 @@ def base_missing(folder: Folder) -> Iterator[Problem]:
     places = [folder.place("rope_parameters", "rope_theta")] if folder.new_form is not None and not inside else []
     places += [folder.place("rope_theta")] if folder.old_form is not None or folder.new_form is None else []
     yield problem(
-        "base missing",
+        "rope_theta missing",
         "rope_theta",
         None,
         "readers use their default, 10000 in most classes" + (f"; {source} has {usual:g}" if usual else ""),
