@@ -16,7 +16,7 @@ import yaml
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.plan.config_reader import from_yaml
+from pose_plugin.plan.config_reader import from_values
 from pose_plugin.positions import draw_windows
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from tests.forked import CaseError, Outcome, forked
@@ -546,7 +546,7 @@ def test_refused(runs, name):
     if "overrides_of_model_config" not in changes:
         # `pose-plugin plan` refuses it in the same words, hours before.
         with pytest.raises(PoSEError) as planned:
-            from_yaml(runs.yaml(f"refused {name}", **changes))
+            from_values(runs.yaml(f"refused {name}", **changes))
         assert sentence == f"PoSEError: {planned.value}"
     # Neither outputs nor prepared data.
     assert not runs.folder(f"refused {name}").exists()
