@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from pose_plugin.positions.samplers import SAMPLERS, all_options, names_with
+from pose_plugin.positions.samplers import SAMPLERS, names_with, unread_options
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, did_you_mean
 from pose_plugin.utils.lengths import LONGEST, length_or_same
@@ -191,7 +191,10 @@ class PoSESettings(Strict):
     @model_validator(mode="after")
     def _fits_the_sampler(self) -> PoSESettings:
         sampler = SAMPLERS[self.sampler]
-        for option in sorted(self.model_fields_set & (all_options() - set(sampler.options()))):
+        for option in sorted(unread_options(self.sampler)):
+            # Defaults pass, as a dump of the settings holds them all.
+            if getattr(self, option) == type(self).model_fields[option].default:
+                continue
             raise ValueError(
                 f"{option}={getattr(self, option)} has no effect with sampler={self.sampler}; remove it, or use a "
                 f"sampler that reads it: {', '.join(names_with(option))}"

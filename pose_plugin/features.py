@@ -162,9 +162,10 @@ def labelled(feature: Feature) -> Feature:
 
     Without labels, inner collators take every token into the loss.
     """
-    if "labels" in feature or not any(name in feature for name in _MASKS):
+    masked = "labels" not in feature and any(name in feature for name in _MASKS)
+    trained = supervised(feature) if masked else None
+    if trained is None:
         return feature
-    trained = supervised(feature)
     return {**feature, "labels": np.where(trained, int_array(feature["input_ids"]), IGNORED_LABEL).tolist()}
 
 

@@ -137,20 +137,20 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
     """Return the settings by the name of their line, the user's own first."""
     from pose_plugin.config import parse_settings
     from pose_plugin.positions.coverage import MOST_POSITIONS
-    from pose_plugin.positions.samplers import SAMPLERS, all_options
+    from pose_plugin.positions.samplers import SAMPLERS, unread_options
 
     own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     wanted = [own]
     for item in filter(None, map(str.strip, args.compare.split(","))):
         sampler, colon, chunks = item.partition(":")
-        if colon and not chunks.isdigit():
+        if colon and not chunks.isdecimal():
             raise PoSEError(f"--compare {item}: chunks must be a number, e.g. {sampler or 'pose'}:3")
         wanted.append(own | {"sampler": sampler} | ({"chunks": int(chunks)} if colon else {}))
     settings: dict[str, PoSESettings] = {}
     for values in wanted:
         # The options are for all samplers of --compare; one that does not read an option ignores it.
-        if kind := SAMPLERS.get(values["sampler"]):
-            unread = all_options() - set(kind.options())
+        if values["sampler"] in SAMPLERS:
+            unread = unread_options(values["sampler"])
             values = {name: value for name, value in values.items() if name not in unread}
         if values.get("chunks", 1) > args.train_length:
             raise PoSEError(

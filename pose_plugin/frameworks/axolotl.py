@@ -8,7 +8,6 @@ without a `pose:` block or `adapter: beacon`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
@@ -16,8 +15,7 @@ from axolotl.utils.collators.batching import DataCollatorForSeq2Seq, V2BatchSamp
 from pydantic import BaseModel, Field
 
 from pose_plugin.collator import PositionCollator
-from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.evaluation.settings import checked
+from pose_plugin.config import PoSESettings
 from pose_plugin.features import Packing
 from pose_plugin.frameworks import axolotl_beacon as beacon
 from pose_plugin.frameworks.axolotl_machine import (
@@ -28,29 +26,22 @@ from pose_plugin.frameworks.axolotl_machine import (
 )
 from pose_plugin.frameworks.axolotl_merge import complete_merge, complete_next_merge, require_right_merge
 from pose_plugin.frameworks.axolotl_overrides import apply_overrides
+from pose_plugin.frameworks.axolotl_settings import (
+    evaluated_length,
+    likely_mistakes,
+    plain,
+    require_compatible,
+    settings_of,
+)
 from pose_plugin.rope import merge_overrides, plan_rope, rope_overrides
 from pose_plugin.rope.live import builds_text_alone
 from pose_plugin.rope.read import text_config
 from pose_plugin.training.binding import bind
-from pose_plugin.training.checks import refuse_settings, require_rows_fit
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log, show_log
 
 _BARE = "pose_plugin"
-_BUILT_IN = "it belongs to Axolotl's built-in use_pose. Remove it; use pose.target_length and pose.chunks"
-_REWARDS = "reward trainers have their own collators"
-_REFUSED = {
-    "use_pose": _BUILT_IN,
-    "pose_split_on_token_ids": _BUILT_IN,
-    "pose_max_context_len": _BUILT_IN,
-    "pose_num_chunks": _BUILT_IN,
-    "pretraining_dataset": "streamed rows get Axolotl's own collator. Use `datasets:` with type: completion",
-    "rl": "preference and RL trainers have their own collators. Extend the window by supervised training first",
-    "reward_model": _REWARDS,
-    "process_reward_model": _REWARDS,
-    "processor_type": "multimodal rows have 3-D positions. Train the text model",
-}
 
 
 class PoSEArgs(BaseModel):
@@ -101,8 +92,11 @@ class PosePlugin(BasePlugin):
         if not listed:
             raise PoSEError(FORGOTTEN_LINE)
         settings = settings_of(cfg)
-        _require_compatible(cfg, settings)
-        _warn_of_likely_mistakes(cfg, settings)
+        require_compatible(cfg, settings)
+        for warning in likely_mistakes(cfg, settings):
+            log.warning(warning)
+        if evaluated := evaluated_length(cfg):
+            log.info("evaluation runs on plain positions, rows of up to %s=%s tokens", *evaluated)
         _override_rope(cfg, settings)
         if cfg.get("merge_lora"):
             require_right_merge(cfg)
@@ -170,32 +164,6 @@ class PosePlugin(BasePlugin):
         return True
 
 
-def settings_of(cfg: Any) -> PoSESettings:
-    """Return the `pose:` block with what follows from the rest of the YAML.
-
-    Raises:
-        PoSEError: naming the key, its value and the fix.
-    """
-    block = _plain(cfg.get("pose"))
-    sequence_len = cfg.get("sequence_len")
-    if isinstance(block, dict) and block.get("train_length") is None and sequence_len:
-        content = block.get("content", "contiguous")
-        if content in ("window", "skip", "aligned"):
-            raise PoSEError(
-                f"pose.content={content} takes a window out of longer documents, but without pose.train_length the "
-                f"window is sequence_len={sequence_len}, a whole row. Set pose.train_length to the window and "
-                "sequence_len to the length of the documents"
-            )
-        block = {**block, "train_length": int(sequence_len)}
-    settings = checked(parse_settings(block))
-    if settings.content != "contiguous" and sequence_len and settings.train_length == sequence_len:
-        raise PoSEError(
-            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}, no "
-            "row is longer than the window. Raise sequence_len to the documents' length, or set content: contiguous"
-        )
-    return settings
-
-
 def make_collator(tokenizer: Any, *, settings: PoSESettings, training: bool, **kwargs: Any) -> PositionCollator:
     """Return Axolotl's padding with our positions in training. `kwargs` are those that Axolotl gives its collators."""
     collator = PositionCollator(_AxolotlPadding(tokenizer, **kwargs), settings, padding_side=tokenizer.padding_side)
@@ -216,60 +184,6 @@ class _AxolotlPadding:
         return inner(features, *args, **kwargs)
 
 
-def _require_compatible(cfg: Any, settings: PoSESettings) -> None:
-    """Raise for keys of the YAML that cannot be combined with a `pose:` block."""
-    refuse_settings(cfg.get, _REFUSED, "`pose:`")
-    require_rows_fit({key: cfg.get(key) for key in ("context_parallel_size", "sequence_parallel_degree")}, settings)
-    if cfg.get("streaming") and cfg.get("sample_packing"):
-        raise PoSEError(
-            "streaming=True with sample_packing=True: rows that are packed while they are read do not say where "
-            "documents end, so each row would be trained as one. Set sample_packing: false, or streaming: false"
-        )
-    window, row = settings.train_length, cfg.get("sequence_len")
-    if window and row and window > row:
-        raise PoSEError(
-            f"pose.train_length={window} is longer than sequence_len={row}, the longest row. Lower it, or raise "
-            "sequence_len"
-        )
-
-
-def _warn_of_likely_mistakes(cfg: Any, settings: PoSESettings) -> None:
-    window, row = settings.train_length, cfg.get("sequence_len")
-    shorter = bool(window and row and window < row)
-    evaluates = cfg.get("test_datasets") or cfg.get("val_set_size")
-    # Axolotl cuts rows that it splits off the training data to sequence_len.
-    judged_key = "eval_sequence_len" if cfg.get("test_datasets") and cfg.get("eval_sequence_len") else "sequence_len"
-    judged = cfg.get(judged_key)
-    fsdp, saved = cfg.get("fsdp_config") or cfg.get("fsdp_version"), cfg.get("lora_modules_to_save")
-    warnings = [
-        (
-            fsdp and cfg.get("adapter") and saved,
-            f"lora_modules_to_save={saved} under FSDP2: Axolotl 0.19 and 0.21 raise a KeyError when they save, after "
-            "the training. Use DeepSpeed ZeRO-3 (deepspeed: …/zero3.json), or remove lora_modules_to_save",
-        ),
-        (
-            shorter and settings.content == "contiguous",
-            f"pose.content=contiguous reads only the first pose.train_length={window} tokens of each row, and rows "
-            f"have up to sequence_len={row}. content: window or skip reads all of it",
-        ),
-        (
-            shorter and cfg.get("sample_packing"),
-            f"sample_packing fills rows of sequence_len={row} with whole documents, and each is then cut to "
-            f"pose.train_length={window}, so rows become shorter and differ in length. Set sample_packing: false",
-        ),
-        (
-            evaluates and judged and judged > settings.target_length,
-            f"evaluation rows of up to {judged_key}={judged} tokens are longer than pose.target_length="
-            f"{settings.target_length}. Use shorter rows in test_datasets, or raise the target",
-        ),
-    ]
-    for applies, text in warnings:
-        if applies:
-            log.warning(text)
-    if evaluates:
-        log.info("evaluation runs on plain positions, rows of up to %s=%s tokens", judged_key, judged)
-
-
 def _override_rope(cfg: Any, settings: PoSESettings) -> None:
     """Put the RoPE of the `pose:` block into `overrides_of_model_config`, from which Axolotl builds each config."""
     base = _base_config(cfg)
@@ -286,7 +200,7 @@ def _override_rope(cfg: Any, settings: PoSESettings) -> None:
         log.info("rope: %s", note)
     report(plan.findings, "rope: ")
     ours = rope_overrides(base, settings.target_length, settings.rope)
-    cfg["overrides_of_model_config"] = merge_overrides(ours, _plain(cfg.get("overrides_of_model_config")))
+    cfg["overrides_of_model_config"] = merge_overrides(ours, plain(cfg.get("overrides_of_model_config")))
 
 
 def _base_config(cfg: Any) -> Any:
@@ -302,12 +216,3 @@ def _has_entry_points() -> bool:
     from axolotl.integrations import base
 
     return hasattr(base, "PLUGIN_ENTRY_POINT_GROUP")
-
-
-def _plain(value: Any) -> Any:
-    """Return plain dicts and lists: a missing key of Axolotl's DictDefault is None, not a KeyError."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value

@@ -7,6 +7,7 @@ import numpy as np
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
 from pose_plugin.rope.source import read_rope
+from pose_plugin.training.checks import LARGE_STRETCH, warning_of_no_jumps
 from pose_plugin.utils.tables import counted
 
 # A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
@@ -32,6 +33,7 @@ def warnings_of(plan: Plan) -> list[str]:
     if settings is None:
         warnings.append("there is no `pose:` block: nothing is extended, and only tokens and memory are planned")
         return warnings
+    warnings += filter(None, [warning_of_no_jumps(settings)])
     original = plan.rope.original_length if plan.rope else read_rope(dict(inputs.config)).original_length
     if plan.window > original:
         warnings.append(
@@ -124,8 +126,6 @@ def _about_precision(plan: Plan) -> list[str]:
 
 def _about_frozen_parts(plan: Plan, original: int) -> list[str]:
     """Return a warning if an adapter leaves parts frozen that a large stretch needs trained."""
-    from pose_plugin.training.checks import LARGE_STRETCH
-
     run = plan.inputs.run
     if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE_STRETCH:
         return []

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.config import PoSESettings, parse_settings
-from pose_plugin.evaluation.settings import checked
+from pose_plugin.config import PoSESettings
+from pose_plugin.frameworks.axolotl_settings import likely_mistakes, require_compatible, settings_of
 from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
@@ -88,6 +88,8 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
     if not isinstance(plugins, list):
         raise PoSEError(f"plugins={plugins!r} is not a list; write plugins: [pose_plugin]")
     warnings = unknown_keys(cfg)
+    if inputs.settings:
+        warnings += likely_mistakes(_with_numbers(cfg), inputs.settings)
     if (inputs.settings or inputs.beacon) and not any(str(name).startswith("pose_plugin") for name in plugins):
         warnings.append(FORGOTTEN_LINE)
     return replace(inputs, warnings=warnings)
@@ -148,17 +150,21 @@ def from_values(
 
 def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
     """Return the `pose:` block, and the trained window in tokens."""
-    window = number(cfg, "sequence_len", None, most=LONGEST)
-    settings = None
-    values = cfg.get("pose")
-    if values is not None:
-        if isinstance(values, dict) and values.get("train_length") is None and window:
-            values = {**values, "train_length": window}
-        settings = checked(parse_settings(values))
+    whole = _with_numbers(cfg)
+    settings, window = None, whole["sequence_len"]
+    if cfg.get("pose") is not None:
+        settings = settings_of(whole)
+        require_compatible(whole, settings)
         window = settings.train_length or window
     if not window:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
     return settings, int(window)
+
+
+def _with_numbers(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the YAML with its lengths as numbers, as Axolotl reads them."""
+    lengths = ("sequence_len", "eval_sequence_len")
+    return {**cfg, **{key: number(cfg, key, None, most=LONGEST) for key in lengths}}
 
 
 def _check_beacon(cfg: Mapping[str, Any], notes: list[str]) -> None:

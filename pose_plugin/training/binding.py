@@ -107,7 +107,8 @@ class PoSETrainerMixin(_Base):
         """Name the columns that `remove_unused_columns` keeps: those of the model, and those of the collator."""
         super()._set_signature_columns_if_needed()
         if self.pose_callback is not None:
-            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
+            known: Any = self._signature_columns
+            self.__dict__["_signature_columns"] = list(dict.fromkeys([*known, *COLUMNS]))
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         with on_each_machine(self) if self.pose_callback is not None else nullcontext():

@@ -26,6 +26,7 @@ from pose_plugin.training.checks import (
     require_unsloth_fits,
     require_window,
     warning_of_frozen_parts,
+    warning_of_no_jumps,
     warning_of_tied_embeddings,
 )
 from pose_plugin.training.data_report import look_at_rows
@@ -195,15 +196,8 @@ class PoSECallback(TrainerCallback):
             if warning:
                 log.warning(warning)
         sampler = make_sampler(settings)
-        one_chunk = settings.chunks == 1 and "chunks" in sampler.options()
-        if one_chunk or settings.unskipped_ratio == 1 or settings.train_length == 1:
-            log.warning(
-                "with chunks=%d, unskipped_ratio=%g, train_length=%s no document can have a jump: this run trains "
-                "plain positions. Use chunks: 2",
-                settings.chunks,
-                settings.unskipped_ratio,
-                settings.train_length,
-            )
+        if warning := warning_of_no_jumps(settings):
+            log.warning(warning)
         elif settings.train_length is not None and sampler.skips:
             about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
             chances = sketch(settings)

@@ -153,6 +153,20 @@ def check_row_length(args: Any, settings: PoSESettings) -> None:
         )
 
 
+def warning_of_no_jumps(settings: PoSESettings) -> str | None:
+    """Return a sentence if a sampler that skips positions cannot do so with these settings, else None."""
+    sampler, window = make_sampler(settings), settings.train_length
+    one_chunk = settings.chunks == 1 and "chunks" in sampler.options()
+    no_room = window is not None and (window == 1 or window >= settings.target_length + settings.target_margin)
+    if not sampler.skips or not (one_chunk or no_room or settings.unskipped_ratio == 1):
+        return None
+    return (
+        f"with chunks={settings.chunks}, unskipped_ratio={settings.unskipped_ratio:g}, target_length="
+        f"{settings.target_length}, train_length={window} no document can have a jump: this run trains plain "
+        f"positions. {'Shorten train_length' if no_room and window != 1 else 'Use chunks: 2'}, or set sampler: none"
+    )
+
+
 def require_same_rope(config: Any, settings: PoSESettings) -> None:
     """Check a `rope` that the settings name against the one that the model was built with.
 

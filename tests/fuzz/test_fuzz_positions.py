@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings, RopeSettings, parse_settings
 from pose_plugin.positions import SAMPLERS, draw_windows
+from pose_plugin.positions.samplers import unread_options
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.lengths import LONGEST
 from tests.fuzz.settings import fuzz
@@ -23,16 +24,19 @@ def settings(draw) -> PoSESettings:
     kind = SAMPLERS[draw(st.sampled_from(sorted(SAMPLERS)))]
     contents = [each for each in ("contiguous", "window", "skip", "aligned") if each not in kind.refused_contents]
     train = draw(st.integers(1, 30))
-    options = {"chunks": draw(st.integers(2, 40)), "variant": draw(st.sampled_from(["paper", "reference"]))}
+    options = {
+        "chunks": draw(st.integers(2, 40)),
+        "variant": draw(st.sampled_from(["paper", "reference"])),
+        "unskipped_ratio": draw(st.sampled_from([0.0, 0.3, 1.0])),
+        "target_margin": draw(st.integers(0, 70)),
+    }
     return PoSESettings(
         target_length=train + draw(st.integers(0, 50) | st.integers(0, LONGEST - 100)),
         train_length=train,
         sampler=kind.name,
         content=draw(st.sampled_from(contents)),
-        unskipped_ratio=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        target_margin=draw(st.integers(0, 70)),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
-        **{name: value for name, value in options.items() if name in kind.options()},
+        **{name: value for name, value in options.items() if name not in unread_options(kind.name)},
     )
 
 

@@ -16,8 +16,9 @@ import yaml
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from pose_plugin.config import PoSESettings
+from pose_plugin.plan.config_reader import from_values
 from pose_plugin.positions import draw_windows
-from pose_plugin.utils.errors import FORGOTTEN_LINE
+from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from tests.forked import CaseError, Outcome, forked
 from tests.integration.axolotl_runs import LORA, Run, base_yaml, import_axolotl, load_cfg, run
 from tests.integration.records import reloaded_without_us
@@ -542,6 +543,11 @@ def test_refused(runs, name):
     assert sentence.startswith("PoSEError: "), text
     for part in parts:
         assert part in sentence
+    if "overrides_of_model_config" not in changes:
+        # `pose-plugin plan` refuses it in the same words, hours before.
+        with pytest.raises(PoSEError) as planned:
+            from_values(runs.yaml(f"refused {name}", **changes))
+        assert sentence == f"PoSEError: {planned.value}"
     # Neither outputs nor prepared data.
     assert not runs.folder(f"refused {name}").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,43 @@ def test_the_layers_show_what_changes(base, rope, change):
     pose = {"target_length": 8192 if rope == "none" else 32768, "train_length": 4096, "rope": rope}
     (line,) = [line for line in text(plan_of(base, pose=pose)).splitlines() if "32 × full_attention" in line]
     assert line.endswith(change)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rl": "dpo"}, "rl='dpo'"),
+        ({"pose": {"target_length": 32768, "content": "window"}}, "pose.content=window .* sequence_len=8192"),
+        (
+            {"pose": {"target_length": 32768, "train_length": 9000}},
+            "train_length=9000 is longer than sequence_len=8192",
+        ),
+        ({"streaming": True, "sample_packing": True}, "streaming=True with sample_packing=True"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+    ],
+)
+def test_what_the_run_will_refuse(base, changes, message):
+    with pytest.raises(PoSEError, match=message):
+        plan_of(base, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, warning",
+    [
+        ({"pose": {"target_length": 32768, "train_length": 2048}}, "reads only the first pose.train_length=2048"),
+        ({"batch_flattening": True}, "batch_flattening=True has no effect"),
+        (
+            {"test_datasets": [{"path": "x"}], "eval_sequence_len": "32769"},
+            "eval_sequence_len=32769 tokens are longer than pose.target_length=32768",
+        ),
+        ({"pose": {"target_length": 8192, "rope": "none"}}, "train_length=8192 no document can have a jump"),
+        ({"pose": {"target_length": 32768, "chunks": 1}}, "chunks=1, .* no document can have a jump"),
+    ],
+)  # fmt: skip
+def test_what_the_run_will_warn_of(base, tmp_path, changes, warning):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**values(base, **changes), "plugins": ["pose_plugin"]}))
+    assert any(re.search(warning, each) for each in make_plan(from_yaml(path), draws=50).warnings)
 
 
 def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):

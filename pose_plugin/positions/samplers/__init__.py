@@ -35,14 +35,20 @@ def make_sampler(settings: PositionSettings) -> Sampler:
     return kind(**{option: getattr(settings, option) for option in kind.options()})
 
 
-def all_options() -> set[str]:
-    """Return the settings that at least one sampler reads and another may not."""
-    return {option for kind in SAMPLERS.values() for option in kind.options()}
+# Settings that only rows with a jump have a use for.
+_OF_JUMPS = {"unskipped_ratio", "target_margin"}
+
+
+def unread_options(sampler: str) -> set[str]:
+    """Return the settings that a sampler does not read, and others do."""
+    kind = SAMPLERS[sampler]
+    every = {option for each in SAMPLERS.values() for option in each.options()}
+    return every - set(kind.options()) | (set() if kind.skips else _OF_JUMPS)
 
 
 def names_with(option: str) -> list[str]:
     """Return the samplers that read a setting."""
-    return [name for name, kind in SAMPLERS.items() if option in kind.options()]
+    return [name for name in SAMPLERS if option not in unread_options(name)]
 
 
 __all__ = [
@@ -51,7 +57,7 @@ __all__ = [
     "Borders",
     "Row",
     "Sampler",
-    "all_options",
     "make_sampler",
     "names_with",
+    "unread_options",
 ]
