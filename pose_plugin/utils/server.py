@@ -141,7 +141,9 @@ class Server:
         except (RefusedError, FailedError):
             return {}
         models = listed if isinstance(listed, list) else []
-        return {name: facts for facts in models if isinstance(name := at(facts, "id"), str)}
+        # The name is shown and written. One that repeats the key, or would move the cursor, is not the name of a model.
+        named = {name: facts for facts in models if isinstance(name := at(facts, "id"), str)}
+        return {name: facts for name, facts in named.items() if self._clean.line(name, len(name)) == name}
 
     def complete(self, prompt: str | list[int], tokens: int, stop: list[str] | None = None) -> Reply:
         """Continue a prompt greedily, by POST /completions.
