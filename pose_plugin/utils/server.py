@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from pose_plugin.utils.clean import Cleaner, secrets_of, without_password
+from pose_plugin.utils.clean import Cleaner, secrets_of, without_controls, without_password
 from pose_plugin.utils.errors import PoSEError
 
 # Seconds to connect. A machine that does not exist often does not refuse the connection either.
@@ -141,7 +141,9 @@ class Server:
         except (RefusedError, FailedError):
             return {}
         models = listed if isinstance(listed, list) else []
-        return {name: facts for facts in models if isinstance(name := at(facts, "id"), str)}
+        named = {name: facts for facts in models if isinstance(name := at(facts, "id"), str)}
+        # Names are shown and written to files, so one that repeats the key is left out.
+        return {name: facts for name, facts in named.items() if self._clean.text(name) == without_controls(name)}
 
     def complete(self, prompt: str | list[int], tokens: int, stop: list[str] | None = None) -> Reply:
         """Continue a prompt greedily, by POST /completions.

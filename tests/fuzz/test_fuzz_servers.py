@@ -43,7 +43,11 @@ def answers(draw) -> tuple[int, bytes]:
 
 @st.composite
 def lists_of_models(draw) -> tuple[int, bytes]:
-    model = {"id": draw(st.just("m") | TEXTS), "max_model_len": draw(st.just(4096) | SCALARS), "meta": draw(ANYTHING)}
+    model = {
+        "id": draw(st.sampled_from(["m", "m", KEY, f"folder/{KEY}", "m\x1b[2J"]) | TEXTS),
+        "max_model_len": draw(st.just(4096) | SCALARS),
+        "meta": draw(ANYTHING),
+    }
     values = {"object": "list", "data": draw(st.just([model]) | ANYTHING)}
     return draw(st.sampled_from([200, 200, 200, 404, 500])), json.dumps(draw(st.just(values) | ANYTHING)).encode()
 
@@ -74,9 +78,12 @@ COMMANDS = {
 
 
 ONE_MODEL = (200, b'{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}')
+NAMED_AS_THE_KEY = (200, ONE_MODEL[1].replace(b'"m"', f'"{KEY}"'.encode()))
 
 
 @fuzz(cost=10)
+@example(models=NAMED_AS_THE_KEY, given_answers=[(200, b"")], name="doctor")
+@example(models=NAMED_AS_THE_KEY, given_answers=[(200, b"")], name="evaluate")
 @example(models=ONE_MODEL, given_answers=[(200, b"")], name="doctor")
 @example(models=ONE_MODEL, given_answers=[(200, b'{"choices": [{"text": "", "logprobs": {"token_logprobs": 1}}]}')],
          name="doctor")  # fmt: skip
