@@ -142,7 +142,7 @@ class _Script:
         return {
             **values,
             "base_model": self.get(_MODEL, "0") or self.get(_MODEL, "pretrained_model_name_or_path"),
-            "sequence_len": pose.get("train_length") or self.get("SFTConfig", "max_length", 1024),
+            "sequence_len": self.get("SFTConfig", "max_length", 1024),
             "pose": pose,
             "datasets": [{"path": self.get(_DATA, "data_files"), "type": "chat_template" if answers else None}],
             "attn_implementation": self.get(_MODEL, "attn_implementation"),

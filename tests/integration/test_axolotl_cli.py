@@ -188,13 +188,13 @@ def by_fire(config, options):
 
 def plain_block(module, config, options):
     """Return the `pose:` block that the plugin reads."""
-    from pose_plugin.frameworks.axolotl import _plain
+    from pose_plugin.frameworks.axolotl_settings import plain
 
     module.validate_config = stop = StopHere()
     try:
         module.load_cfg(config, **options)
     except StopIteration:
-        return _plain(stop.cfg["pose"])
+        return plain(stop.cfg["pose"])
 
 
 class StopHere:
