@@ -26,6 +26,7 @@ from transformers import Trainer
 from pose_plugin.attention import needs_one_row
 from pose_plugin.collator import PositionCollator
 from pose_plugin.features import COLUMNS, Packing
+from pose_plugin.rope import restore_rope
 from pose_plugin.training.callback import PoSECallback
 from pose_plugin.training.checks import warn_of_other_settings
 from pose_plugin.training.history import last_checkpoint, whole_checkpoint
@@ -83,6 +84,12 @@ class PoSETrainerMixin(_Base):
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with self._plain_positions():
             return super().get_test_dataloader(*args, **kwargs)
+
+    def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # These cast the whole model, and coarse frequencies cannot tell position 256 from 257.
+        if self.pose_callback is not None and (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            restore_rope(model, only_coarse=True)
+        return super().prediction_step(model, *args, **kwargs)
 
     @contextmanager
     def _plain_positions(self) -> Iterator[None]:

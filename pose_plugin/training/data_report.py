@@ -25,8 +25,12 @@ from pose_plugin.utils.errors import PoSEError
 MOST_ROWS, MOST_TOKENS = 1000, 2_000_000
 
 
-# What may be wrong with a document, and what the log says of the rows with it; {window} is train_length.
+# What may be wrong with a document, and what the log says of the rows with it; {window} is train_length and
+# {target} target_length.
 FINDINGS = {
+    "empty": "have no tokens, and the run will stop at the first of them. Drop them",
+    "long": "have more tokens than target_length={target}, and the run will stop at the first of them. Shorten them, "
+    "or set train_length to the window to be taken from them",
     # No token of the window is in the loss.
     "silent": "have no token in the loss and train nothing. Drop them; if answers are after the window (train_length="
     "{window}), lengthen the window or shorten the documents",
@@ -65,7 +69,7 @@ class RowReport:
 
     def warnings(self, settings: PoSESettings) -> list[str]:
         """Return a sentence for each finding, with its first row and the fix."""
-        values = {"window": settings.train_length, "content": settings.content}
+        values = {"window": settings.train_length, "content": settings.content, "target": settings.target_length}
         return [
             f"{self.counts[name]} of {self.documents} rows {sentence.format(**values)} (the first: {self.first[name]})"
             for name, sentence in FINDINGS.items()
@@ -98,7 +102,7 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
             report.counts[name] += 1
             if name not in report.first:
                 report.first[name] = f"row {number}, {_excerpt(feature, tokenizer)}"
-        if needs_chats:
+        if needs_chats and len(feature["input_ids"]):
             (offered,) = collator.borders([feature])
             size = settings.train_length or len(feature["input_ids"])
             report.bordered += int(offered is not None and bool((offered < size).any()))
@@ -122,16 +126,22 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
 def _findings(feature: Any, settings: PoSESettings, headers: TurnTokens | None) -> Iterator[str]:
     """Yield the names of what is wrong with a document."""
     tokens = np.asarray(feature["input_ids"])
+    if not tokens.size:
+        yield "empty"
+        return
+    if settings.train_length is None and len(tokens) > settings.target_length:
+        yield "long"
     trained = supervised(feature)
     places = headers_behind_ends(tokens, headers)
+    size = settings.train_length or len(tokens)
+    # No model predicts the first token of a document.
+    if not (np.ones(len(tokens), dtype=bool) if trained is None else trained)[1:size].any():
+        yield "silent"
     if trained is None or trained.all():
         if places:
             yield "whole"
         return
-    size = settings.train_length or len(tokens)
-    if not trained[:size].any():
-        yield "silent"
-    elif trained[size:].any() and settings.content == "contiguous":
+    if trained[1:size].any() and trained[size:].any() and settings.content == "contiguous":
         yield "cut"
     if "labels" in feature and (np.asarray(feature["labels"])[trained] != tokens[trained]).any():
         yield "shifted"

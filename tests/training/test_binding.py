@@ -8,10 +8,12 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from pose_plugin import PoSECollator, extend_context
+from pose_plugin.checkpoints import check_folder
 from pose_plugin.training import binding
 from pose_plugin.training.binding import PoSETrainerMixin, add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.utils.errors import PoSEError
@@ -184,6 +186,21 @@ def test_evaluation_is_plain_and_training_is_not(tmp_path, collator):
                 assert places[mask.bool()].tolist() == list(range(int(mask.sum())))
     assert trainer.data_collator is collator
     assert max(int(batch["position_ids"].max()) for batch in trainer.get_train_dataloader()) > 32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_frequencies_stay_whole_if_evaluation_casts_the_model(tmp_path, collator, dtype):
+    trainer = trainer_of(tmp_path, collator=collator, **{f"{dtype}_full_eval": True})
+    trainer.train()
+    rotary = trainer.model.model.rotary_emb
+    before, seen = rotary.inv_freq.clone(), []
+    rotary.register_forward_pre_hook(lambda module, args: seen.append(module.inv_freq.clone()))
+    trainer.evaluate()
+    assert next(trainer.model.parameters()).element_size() == 2
+    assert seen and all(torch.equal(each, before) for each in [*seen, rotary.inv_freq])
+    # Its answers are compared with those of a reload, which has whole frequencies.
+    trainer.save_model()
+    assert check_folder(tmp_path).passed
 
 
 def test_a_collator_that_the_user_sets_later_is_left_alone(tmp_path, collator):

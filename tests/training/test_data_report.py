@@ -50,6 +50,9 @@ def test_good_chats_and_plain_text_are_silent():
         (row("S* U* w30* E* N* S* A* w40* E* N*"), {}, "every token in the loss, questions included"),
         (GOOD, {"train_length": 12, "content": "skip"}, "content=skip drops parts"),
         (GOOD, {"train_length": 12, "content": "window"}, "content=window drops parts"),
+        (row("S*"), {}, "no token in the loss"),
+        ({"input_ids": row("S")["input_ids"]}, {}, "no token in the loss"),
+        (row("S* " + "w30* " * 512), {}, "more tokens than target_length=512"),
     ],
 )
 def test_a_warning_names_the_row(bad, settings, text):
@@ -57,6 +60,11 @@ def test_a_warning_names_the_row(bad, settings, text):
     found = warnings(short, short, bad, **settings)
     assert len(found) == 1 and text in found[0]
     assert "1 of 3 rows" in found[0] and "row 2, which begins '<|im_start|>" in found[0]
+
+
+def test_a_row_without_tokens():
+    found = warnings(GOOD, {"input_ids": [], "labels": []}, sampler="turns")
+    assert len(found) == 1 and "1 of 2 rows have no tokens" in found[0] and "row 1" in found[0]
 
 
 def test_labels_shifted_by_hand():
