@@ -114,9 +114,8 @@ def _stop_waiting() -> None:
         # The last line of a refused run is the reason.
         if not isinstance(getattr(sys, "last_value", None), PoSEError):
             log.warning(
-                "Axolotl's telemetry could not send %s messages within %g s, so the run ends without them. Without a "
-                "network, AXOLOTL_DO_NOT_TRACK=1 turns it off",
-                client.queue.unfinished_tasks,
+                "Axolotl's telemetry could not send its last messages within %g s, so the run ends without them. On a "
+                "machine without a network, AXOLOTL_DO_NOT_TRACK=1 turns it off",
                 PATIENCE,
             )
         atexit.unregister(manager.get_instance().shutdown)

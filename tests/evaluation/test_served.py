@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("openai")
 
 from pose_plugin.cli import main as cli
+from pose_plugin.evaluation import served as served_module
+from pose_plugin.evaluation.measures import by_task
 from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.served import ServedModel
 from pose_plugin.rope import extend_context
@@ -59,6 +62,15 @@ def models_of(folder):
     return json.loads((folder / "results.json").read_text())["models"]
 
 
+# All measures that read nothing but answers, except passkey and ruler, which other lengths and tests have.
+READ_ANSWERS = ["needle", "topics", "haystack", "association"]
+
+
+def test_every_measure_without_logits_is_compared():
+    on_a_server = {name for name, measure in by_task().items() if measure.on_a_server}
+    assert on_a_server - {"passkey", "ruler"} == set(READ_ANSWERS)
+
+
 def rows_of(model, *measures):
     return [(row["score"], row.get("details")) for name in measures for row in model[name]["rows"]]
 
@@ -66,7 +78,7 @@ def rows_of(model, *measures):
 def test_scores_and_answers_are_those_of_a_model_in_this_process(serve, text, tmp_path, capsys):
     scores = set()
     # The model finds keys in prompts of 180 tokens, and some in those of 256.
-    for tasks, lengths, requests in ((["passkey"], "180,256", 12), (["needle", "topics", "haystack"], "600,1100", 55)):
+    for tasks, lengths, requests in ((["passkey"], "180,256", 12), (READ_ANSWERS, "600,1100", 79)):
         words = ["--tasks", ",".join(tasks), "--lengths", lengths, "--facts", 4] if len(tasks) > 1 else []
         words = words or ["--tasks", "passkey", "--lengths", lengths]
         with serve() as server:
@@ -270,6 +282,17 @@ def test_as_a_function(serve, model, tokenizer):
         served = ServedModel(Server(server.url), tokenizer, concurrency=1)
         found = passkey(served, tokenizer, [300], trials=3, progress=False)
     assert found == passkey(model, tokenizer, [300], trials=3, progress=False)
+
+
+def test_requests_keep_the_pace(serve, tokenizer, monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr(served_module, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    with serve() as server:
+        served = ServedModel(Server(server.url), tokenizer, concurrency=1, requests_per_minute=30)
+        passkey(served, tokenizer, [300], trials=3, progress=False)
+        sent = len(server.asked)
+    # The first of them goes at once.
+    assert waits == pytest.approx([0.0] + [2.0] * (sent - 1)) and sent > 3
 
 
 # --- real servers ---------------------------------------------------------------------------------------------------
