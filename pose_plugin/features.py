@@ -37,6 +37,15 @@ class Packing(str, Enum):
     """One feature with the lengths of its documents in a column `seq_lengths`, as from TRL; or a padding-free batch."""
 
 
+def is_packed(dataset: Any) -> bool:
+    """Return whether rows of a data set name the lengths of their documents. Rows of a stream are not read."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        # A list, or a data set of torch: its rows name the columns.
+        columns = dataset[0] if isinstance(dataset[0], Mapping) else None
+    return "seq_lengths" in (columns or ())
+
+
 def rows_of(features: Sequence[Any]) -> tuple[list[list[Feature]], Packing | None]:
     """Return each row as the list of its documents, and how rows hand them over.
 

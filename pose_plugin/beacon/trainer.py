@@ -24,6 +24,7 @@ from pose_plugin.beacon.training import (
     set_ratio_step,
     trained_parameters,
 )
+from pose_plugin.features import is_packed
 from pose_plugin.training.binding import add_mixin, offer_trainer, wrap_while_alive
 from pose_plugin.training.checks import parallel_sizes, refuse_settings, require_supervised, require_undivided
 from pose_plugin.training.launch import let_cpu_ranks_gather, report_launch
@@ -32,7 +33,8 @@ from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log, show_log
 
-_PACKED = "several texts in one row would be condensed into one another. Set it to False"
+_CONDENSED = "several texts in one row would be condensed into one another"
+_PACKED, _PACKED_BEFORE = f"{_CONDENSED}. Set it to False", f"{_CONDENSED}. Give one text per row"
 _REFUSED = dict.fromkeys(("packing", "eval_packing", "padding_free"), _PACKED)
 
 
@@ -185,6 +187,8 @@ def require_trainable(trainer: Any) -> None:
     args = trainer.args
     require_supervised(type(trainer), "a Beacon adapter", "Train the adapter with one of them")
     refuse_settings(lambda key: getattr(args, key, None), _REFUSED, "a Beacon adapter")
+    if is_packed(trainer.train_dataset):
+        raise PoSEError(f"train_dataset has the column seq_lengths, so its rows are packed: {_PACKED_BEFORE}")
     require_undivided(parallel_sizes(trainer, "cp_size", "sp_size", "tp_size"))
     if trainer.is_fsdp_enabled:
         raise PoSEError(

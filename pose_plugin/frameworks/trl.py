@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 from pose_plugin.collator import Collate, PositionCollator
 from pose_plugin.config import parse_settings
 from pose_plugin.evaluation.settings import checked
-from pose_plugin.features import IGNORED_LABEL, Packing
+from pose_plugin.features import IGNORED_LABEL, Packing, is_packed
 from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
 from pose_plugin.training.checks import check_row_length, require_supervised
@@ -152,7 +151,9 @@ def _bind_before(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bind(trainer: Any) -> None:
-    pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or _packed_before(trainer)
+    # The rows may also have been packed before the trainer was made, e.g. by `trl.pack_dataset`.
+    before = Packing.SEQ_LENGTHS if is_packed(trainer.train_dataset) else None
+    pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or before
     bind(trainer, trainer.data_collator, pack=pack)
 
 
@@ -219,16 +220,6 @@ def _flattened(collate: Any) -> Packing | None:
     """Return how a collator packs by itself: some put a batch into one row without a setting of the trainer."""
     flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
     return Packing.SEQ_LENGTHS if flat else None
-
-
-def _packed_before(trainer: Any) -> Packing | None:
-    """Return how the data set was packed before the trainer was made, e.g. by `trl.pack_dataset`."""
-    dataset = trainer.train_dataset
-    columns = getattr(dataset, "column_names", None)
-    if columns is None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
-        # A list, or a data set of torch: its rows name the columns. A stream is not read, and the collator refuses it.
-        columns = dataset[0] if isinstance(dataset[0], Mapping) else None
-    return Packing.SEQ_LENGTHS if "seq_lengths" in (columns or ()) else None
 
 
 def _padding_free(args: Any) -> bool:

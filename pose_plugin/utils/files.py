@@ -158,7 +158,7 @@ class Stage:
     def write(self, name: str, text: str) -> None:
         """Write a text file, with the line ends as they are in the text."""
         with self.new(name) as part:
-            part.write_text(text, encoding="utf-8", newline="")
+            part.write_bytes(_encoded(text))
 
     def copy(self, source: Path, name: str) -> None:
         """Copy a file from elsewhere, with its mode and times."""
@@ -233,13 +233,13 @@ def copy_folder(source: Path, output: Path, names: Iterable[str], texts: Mapping
             _link_or_copy(source / name, part / name)
         for name, text in texts.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).write_text(text, encoding="utf-8", newline="")
+            (part / name).write_bytes(_encoded(text))
 
 
 def _is_copy(source: Path, output: Path, names: Iterable[str], texts: Mapping[str, str]) -> bool:
     try:
         return all((output / name).stat().st_size == (source / name).stat().st_size for name in names) and all(
-            (output / name).read_bytes() == text.encode("utf-8") for name, text in texts.items()
+            (output / name).read_bytes() == _encoded(text) for name, text in texts.items()
         )
     except OSError:  # a file is missing
         return False
@@ -284,7 +284,15 @@ def write_json(file: Path, values: Any) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a text file atomically, with the line ends as they are in the text."""
     with atomic_file(file) as part:
-        part.write_text(text, encoding="utf-8", newline="")
+        part.write_bytes(_encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    """Return the bytes of a text file.
+
+    A path may hold bytes that are no UTF-8. They become escapes such as \\udcfc, from which JSON gives the path again.
+    """
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def space_left(file: str | Path) -> str:

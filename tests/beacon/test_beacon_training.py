@@ -21,7 +21,7 @@ from pose_plugin.beacon import (
 )
 from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import Scheme, lay_out
-from pose_plugin.beacon.trainer import _group
+from pose_plugin.beacon.trainer import _group, require_trainable
 from pose_plugin.utils.errors import PoSEError
 from tests.models import make_base, make_beacon, make_ids
 
@@ -346,6 +346,16 @@ def test_padding_that_changes_interval_counts_is_refused_under_zero3():
     with pytest.raises(PoSEError, match="interval=96: rows are padded to a multiple of 64 tokens"):
         _group(trainer_for_two(3, 64), 96, None)
     assert _group(trainer_for_two(2, 64), 96, None) is not None  # ranks do not wait for each other within a step
+
+
+def test_rows_that_were_packed_before_are_refused():
+    """The trainer drops the lengths of their texts, which would be condensed into one another."""
+    trainer = SimpleNamespace(args=SimpleNamespace(), accelerator=SimpleNamespace(), is_fsdp_enabled=False)
+    trainer.train_dataset = [{"input_ids": [1, 2, 3]}]
+    require_trainable(trainer)
+    trainer.train_dataset = [{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}]
+    with pytest.raises(PoSEError, match="train_dataset has the column seq_lengths"):
+        require_trainable(trainer)
 
 
 def test_writing_again_changes_nothing():

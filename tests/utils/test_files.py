@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import atomic_file, copy_folder, new_folder, staged, write_json, write_whole
+from pose_plugin.utils.files import atomic_file, copy_folder, new_folder, read_json, staged, write_json, write_whole
 from tests.forked import CaseError, forked
 
 
@@ -29,13 +29,13 @@ def test_a_kill_while_writing_leaves_the_old_file(file):
     old = file.read_text()
 
     def case():
-        write = Path.write_text
+        write = Path.write_bytes
 
-        def killed(path, text, **kwargs):
-            write(path, text[: len(text) // 2], **kwargs)
+        def killed(path, data):
+            write(path, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Path.write_text = killed
+        Path.write_bytes = killed
         write_json(file, {"new": True})
 
     with pytest.raises(CaseError, match="the child died"):
@@ -170,3 +170,14 @@ def test_a_copy_shares_weights_and_nothing_else(tmp_path):
         change.write_text("another")
         with pytest.raises(PoSEError, match=r"--output .*copy exists"):
             copy_folder(source, copy, all_names, {"config.json": "{}", "part/y.json": "[]"}, "--output")
+
+
+def test_a_path_that_is_no_utf_8(tmp_path):
+    """Linux allows any bytes; Python hands those that are no UTF-8 out as surrogates."""
+    values = {"folder": b"/models/F\xfc\xc3\xbc".decode("utf-8", "surrogateescape")}
+    write_json(tmp_path / "request.json", values)
+    assert read_json(tmp_path / "request.json") == values
+    assert "ü" in (tmp_path / "request.json").read_text(encoding="utf-8")
+    with staged(tmp_path) as stage:
+        stage.write("README.md", values["folder"])
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "/models/F\\udcfcü"
