@@ -16,6 +16,7 @@ import pytest
 from tests.pages import BENCHMARKS as FOLDER
 from tests.pages import benchmark, committed, recall_benchmark
 
+pytestmark = pytest.mark.usefixtures("forks")
 FIGURES = FOLDER.parent / "docs" / "figures"
 # By the name of their results. A script called coverage.py would hide the package of that name.
 SCRIPTS = {"coverage": "position_coverage", "step_cost": "step_cost", "interpolation": "interpolation"}
@@ -171,7 +172,7 @@ def test_the_gpu_checks_run_on_a_cpu(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
     small("gpu/checks.py", tmp_path, "--device", "cpu")
     verdicts = json.loads((tmp_path / "gpu.json").read_text())["checks"]
-    assert len(verdicts) > 5 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
+    assert len(verdicts) > 3 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
 
 
 def test_the_smollm2_run_in_small(tmp_path):
