@@ -158,6 +158,7 @@ MARKS = {
         "integration/test_chat_trl.py",
         "integration/test_distributed.py",
         "integration/test_example_scripts.py",
+        "integration/test_init_trl.py",
         "integration/test_trl.py",
         "integration/test_trl_model.py",
         "integration/test_unsloth.py",
