@@ -133,6 +133,7 @@ MARKS = {
         "utils/test_journal.py",
         "utils/test_lengths.py",
         "utils/test_log.py",
+        "utils/test_tables.py",
     ),
     # What depends on TRL, transformers, PEFT or lm-eval runs with the oldest and with the newest of them. Axolotl 0.21
     # comes with versions between these, so it gets only those of these tests that are marked `axolotl`.
