@@ -286,8 +286,8 @@ class _Child:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             # pytest has put its own capture in their place. In a child of a child, a replaced one must not close them.
-            sys.stdout = open(1, "w", buffering=1, closefd=False)
-            sys.stderr = open(2, "w", buffering=1, closefd=False)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             os.environ.update(environment)
             if "torch" in sys.modules:
                 # Threads that torch has made in the parent are not here, and whoever gives them work waits forever.
