@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
+import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +21,25 @@ from typing import Any
 
 # Seconds. A case takes a few; only one that hangs meets the limit, however busy the machine is.
 LIMIT = 1200.0
-# For the other ranks, once one has failed: they fail with it, or wait for ever.
+# For the other ranks, once one has failed: they fail with it, or wait forever.
 GRACE = 120.0
+# Packages, and modules of them that most cases import. Imported before the fork, they are imported once for all cases.
+ON_THE_WAY = {
+    "transformers": ("transformers.trainer", "transformers.models.llama.modeling_llama"),
+    "trl": ("trl.trainer.sft_trainer",),
+    "peft": ("peft",),
+    "axolotl": (
+        "axolotl.cli.config",
+        "axolotl.common.datasets",
+        "axolotl.core.builders",
+        "axolotl.loaders",
+        "axolotl.monkeypatch.multipack",
+        "axolotl.train",
+        "bitsandbytes",
+        "trl.trainer.reward_trainer",
+        "wandb",
+    ),
+}
 
 
 class CaseError(AssertionError):
@@ -87,6 +108,67 @@ def good_ranks(*args: Any, **kwargs: Any) -> list[Outcome]:
     if failed:
         raise CaseError("\n".join(failed))
     return found
+
+
+@contextmanager
+def forked_python() -> Iterator[None]:
+    """Let `subprocess.run` fork this process if the command is Python with a script or a module.
+
+    A new interpreter would import torch, transformers and Axolotl again, which takes longer than most tests. Other
+    programs and `python -c` are started as usual.
+    """
+    start = subprocess.run
+
+    def run(command: Any, **options: Any) -> Any:
+        words = [command] if isinstance(command, str) else [str(word) for word in command]
+        if words[0] != sys.executable or words[1] == "-c":
+            return start(command, **options)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given = (out, err) if options.get("capture_output") else (options.get("stdout"), options.get("stderr"))
+            code = forked(_as_main, words[1:], given, options.get("env"), options.get("cwd")).value
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        done = subprocess.CompletedProcess(command, code, *texts)
+        if options.get("check"):
+            done.check_returncode()
+        return done
+
+    subprocess.run = run  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        subprocess.run = start
+
+
+def _as_main(words: list[str], given: tuple[Any, Any], environment: dict[str, str] | None, folder: Any) -> int:
+    """Run a script, or a module after `-m`, as Python does; return its exit code."""
+    for descriptor, file in enumerate(given, start=1):
+        if file is not None:
+            os.dup2(1 if file is subprocess.STDOUT else file.fileno(), descriptor)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder or os.curdir)
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 class Once:
@@ -188,21 +270,27 @@ class _Child:
     """A case that has been started."""
 
     def __init__(self, case: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:
+        for package, modules in ON_THE_WAY.items():
+            for module in modules if package in sys.modules else ():
+                importlib.import_module(module)
         context = multiprocessing.get_context("fork")
         self.receive, send = context.Pipe(duplex=False)
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
 
         def child() -> None:
+            # Trainers collect garbage several times a run, and walking over all imported modules takes most of a tiny
+            # run. What is frozen is not walked over.
+            gc.freeze()
             descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            # pytest has put its own capture in their place.
-            sys.stdout = os.fdopen(1, "w", buffering=1)
-            sys.stderr = os.fdopen(2, "w", buffering=1)
+            # pytest has put its own capture in their place. In a child of a child, a replaced one must not close them.
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             os.environ.update(environment)
             if "torch" in sys.modules:
-                # Threads that torch has made in the parent are not here, and whoever gives them work waits for ever.
+                # Threads that torch has made in the parent are not here, and whoever gives them work waits forever.
                 sys.modules["torch"].set_num_threads(1)
             if "accelerate.state" in sys.modules:
                 # A trainer that an earlier test made in this process would decide how many ranks there are.

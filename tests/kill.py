@@ -7,6 +7,7 @@ $POSE_KILLS_LOG names a file to which each test adds a line: its name, and how i
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -165,6 +166,7 @@ def _kill(group: int) -> None:
 def _child(command: Callable[[Path], Any], folder: Path, where: Path, point: int | None, watched: bool) -> None:
     """Run the command, store what it returned, and exit. Never returns."""
     os.setsid()
+    gc.freeze()  # see tests/forked.py
     code = 1
     try:
         with where.with_suffix(".output").open("wb") as output:

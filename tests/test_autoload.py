@@ -146,6 +146,7 @@ print(hasattr(base.load_plugin, "__wrapped__"))
     assert out == "False"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "plugins, refused",
     [
@@ -178,6 +179,7 @@ print(validate_config({{"plugins": None}}, capabilities=1))
         assert first == "['plugins', 'pose']"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "broken",
     ["raise RuntimeError('broken')", "raise ImportError('broken')", "def load_plugin(:", "x = 1"],
@@ -210,6 +212,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_package_breaks_no_other(tmp_path, name):
     fake_axolotl(tmp_path)
@@ -245,6 +248,7 @@ def test_the_hook_waits_for_what_is_patched():
     assert sorted(PATCHES) == sorted(pose_plugin_hook.WAITING)
 
 
+@pytest.mark.once
 def test_torch_imports_where_a_patch_raises(tmp_path, installed):
     """Both ways: the module comes later, or is there when the hook is installed."""
     code = """

@@ -166,15 +166,15 @@ def test_questions_on_a_cached_text_are_timed(tmp_path):
     assert (row["length"], row["questions"]) == (2048, 40) and "| 2048 | 40 |" in printed
 
 
-def test_the_gpu_checks_run_on_a_cpu(tmp_path):
+def test_the_gpu_checks_run_on_a_cpu(tmp_path, forks):
     """The GPU checks are not stale: their short form passes on a CPU."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
     small("gpu/checks.py", tmp_path, "--device", "cpu")
     verdicts = json.loads((tmp_path / "gpu.json").read_text())["checks"]
-    assert len(verdicts) > 5 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
+    assert len(verdicts) > 3 and set(verdicts.values()) <= {"verified", "not run: axolotl is not installed"}
 
 
-def test_the_smollm2_run_in_small(tmp_path):
+def test_the_smollm2_run_in_small(tmp_path, forks):
     """It trains with Axolotl, evaluates with the command, and makes every table and the picture."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
     printed = small("smollm2/run.py", tmp_path)
@@ -187,7 +187,7 @@ def test_the_smollm2_run_in_small(tmp_path):
         assert printed.count(f"| {name} |") == 4
 
 
-def test_a_table_of_the_paper_in_small(tmp_path):
+def test_a_table_of_the_paper_in_small(tmp_path, forks):
     """The missing run is trained with Axolotl and judged, the others are the quick start's; a rerun trains nothing."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
     arguments = ["--tables", "5", "--seeds", "10", "--work", str(tmp_path / "work")]

@@ -15,7 +15,6 @@ from pose_plugin.cli.parser import Parser
 from tests.models import make_llama, save
 from tests.pages import PAGES, ROOT, blocks
 
-pytestmark = pytest.mark.once
 OTHERS = (ROOT / "CONTRIBUTING.md", ROOT / "example_configs" / "README.md", *(ROOT / "benchmarks").rglob("*.md"))
 # Folders and files that a reader has and the repository has not.
 PLACES = ("config.yaml", "outputs/", "data/train.jsonl")

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pages import benchmark, committed
+from tests.forked import forked
+from tests.pages import benchmark, committed, importing_from
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "example_configs" / "quickstart"
 
 
-def test_two_steps_of_the_quick_start(tmp_path):
+def two_steps(output: Path) -> None:
+    with importing_from(QUICKSTART):
+        import run
+
+        run.run(output, trials=2, jobs=1, steps=2, runs={"PoSE": {}})
+
+
+def test_two_steps_of_the_quick_start(tmp_path, forks):
     pytest.importorskip("axolotl", reason="Axolotl is not installed here")
-    code = (
-        "import sys; from pathlib import Path; import run\n"
-        "if __name__ == '__main__':\n"
-        "    run.run(Path(sys.argv[1]), trials=2, jobs=1, steps=2, runs={'PoSE': {}})\n"
-    )
-    script = tmp_path / "two_steps.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "out")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (QUICKSTART, ROOT)))},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {"original", "RoPE", "PoSE"} <= {line.strip("| ").partition(" ")[0] for line in done.stdout.splitlines()}
-    listed = {Path(line.strip()).name for line in done.stdout.splitlines() if line.startswith("  ")}
+    printed = forked(two_steps, tmp_path / "out").output
+    assert {"original", "RoPE", "PoSE"} <= {line.strip("| ").partition(" ")[0] for line in printed.splitlines()}
+    listed = {Path(line.strip()).name for line in printed.splitlines() if line.startswith("  ")}
     assert {"results.json", "report.html", "passkey.png", "perplexity.png"} <= listed
     for name in ("results.json", "report.md", "passkey.csv", "passkey.png", "perplexity.png"):
         assert (tmp_path / "out" / name).stat().st_size > 0

@@ -160,7 +160,7 @@ def judge(data: Path, work: Path, scale: Scale) -> dict[str, Path]:
         command = ["evaluate", *models, *labels, *stretched, *options, "--dtype", scale.dtype, "--quiet",
                    "--no-figures", "--output", str(places[what])]  # fmt: skip
         call(
-            [sys.executable, "-c", "import sys; from pose_plugin.cli.main import main; sys.exit(main())", *command],
+            [sys.executable, "-m", "pose_plugin", *command],
             work / f"judge-{what}.log",
             shlex.join(["pose-plugin", *command]),
         )

@@ -138,7 +138,7 @@ def _beacon_position(given: Pass, number: int) -> int:
 def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return which keys each row sees: bool, (rows, memory + tail + rows), True if the key is seen.
 
-    A raw token sees all memory and the raw tokens up to itself, never a beacon of its own interval. A beacon sees
+    A raw token sees all memory and the raw tokens up to itself, never a beacon of the same interval. A beacon sees
     memory, the raw tokens of its span, and no beacon but itself. In the interleaved layout the mask is causal.
     """
     m, tail, rows = given.memory, len(given.tail), len(given.rows)
@@ -157,7 +157,7 @@ def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
 def _seen_in_interval(
     tail: tuple[int, ...], rows: tuple[int, ...], scheme: Scheme, ratio: int, device: str
 ) -> torch.Tensor:
-    """Return which keys of its own interval each row sees, in the appended layout: (rows, tail + rows)."""
+    """Return which keys of the same interval each row sees, in the appended layout: (rows, tail + rows)."""
     kinds = torch.tensor(tail + rows, device=device)
     raw_index = torch.cumsum((kinds == RAW).int(), 0) - 1  # of a raw key: which token of the interval it is
     row_kind = kinds[len(tail) :, None]

@@ -150,7 +150,7 @@ def _lengths(window: int | None, folder: Folder | None) -> list[int]:
 
 
 def _text(length: int) -> str:
-    """Return ordinary English of at least `length` tokens that every Python has: pages of its own documentation."""
+    """Return ordinary English of at least `length` tokens that every Python has: pages of its documentation."""
     import pydoc_data.topics
 
     # The longest first; a token has rarely more than eight characters.

@@ -88,7 +88,7 @@ def prefill(
 def head_doing(model: Any, work: Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let the model's own forward call `work(head, hidden)` instead of its output embeddings.
 
-    Whatever wraps the model (ZeRO-3, FSDP2, autocast, an adapter) works as in any other forward.
+    What wraps the model (ZeRO-3, FSDP2, autocast, an adapter) works as in any other forward.
 
     Raises:
         PoSEError: for a model that has no output embeddings.

@@ -185,7 +185,7 @@ class PasskeyBuilder:
         filled = self.haystack.hide([(depth, self.key_line(key))], room, start)
         prompt = [*self.prefix, *newline, *filled, *newline, *self.question]
         answer = self.answer_ids(key)
-        # A space that is a token of its own ends the prompt, as it is no part of the key. A small model that
+        # A space that is a separate token ends the prompt, as it is not part of the key. A small model that
         # knows the key may still write another word there, since "is" is followed by colours all over the filler.
         spaces = next((i for i, token in enumerate(answer) if self.tokenizer.decode([token]).strip()), 0)
         prompt, ids = prompt + answer[:spaces], prompt + answer

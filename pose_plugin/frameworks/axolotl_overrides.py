@@ -1,6 +1,6 @@
 """Axolotl: `axolotl train config.yaml --pose.target_length 4096` overrides a key of the `pose:` or `beacon:` block.
 
-Axolotl overrides only the keys of its own schema. It hands other options to the launcher, or puts them into the config
+Axolotl overrides only the keys of its schema. It hands other options to the launcher, or puts them into the config
 under their dotted name, where its validation drops them silently.
 """
 

@@ -43,7 +43,7 @@ def draw_windows(
     """Draw a window of every document (arXiv 2309.10400, section 3.2). No window depends on the other documents.
 
     Args:
-        documents: token ids, each of its own length L_x ≥ 1.
+        documents: token ids; document x has L_x ≥ 1 of them.
         settings: sampler, content, lengths, seed.
         epoch: 0, 1, …
         borders: where each document may have a jump, as increasing indices of its tokens; for samplers with a

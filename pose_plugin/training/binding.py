@@ -5,7 +5,7 @@ extended model needs. Two things are changed, and nothing in programs that use n
 
 - While an object lives that needs its trainer (a `PoSECollator`, a trainable Beacon model), methods of trainer classes
   are wrapped, so that a trainer with this object is bound without a call (`wrap_while_alive`).
-- A bound trainer becomes an instance of a subclass of its own class, with `PoSETrainerMixin` in front:
+- A bound trainer becomes an instance of a subclass of its class, with `PoSETrainerMixin` in front:
   `type(trainer).__mro__` shows it, and no other trainer is affected. `class MyTrainer(PoSETrainerMixin, SFTTrainer)`
   does the same explicitly.
 """

@@ -18,8 +18,8 @@ _GAP = r"(?:\s|\\[bfnrt]|(?i:\\u00[0189][0-9a-f]))*"
 class Cleaner:
     """Makes texts of a server safe to store, to publish and to show.
 
-    A server or a proxy may repeat the key that it refuses. The manifest is published with the data, so whatever comes
-    from a server passes here before it is written, shown or used.
+    A server or a proxy may repeat the key that it refuses. The manifest is published with the data, so all text from a
+    server passes here before it is written, shown or used.
 
     Args:
         secrets: are replaced by `[key]`, also if they are spaced out, or escaped as in JSON and in addresses.

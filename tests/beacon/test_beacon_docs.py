@@ -12,6 +12,7 @@ import pytest
 from tests.forked import LIMIT
 from tests.pages import ROOT, benchmark, blocks, committed
 
+pytestmark = pytest.mark.usefixtures("forks")
 PAGE = ROOT / "docs" / "beacon.md"
 SCRIPTS = {"beacon_cost": "beacon", "beacon_learning": "beacon_learning"}
 

@@ -281,7 +281,6 @@ def test_the_page_has_the_committed_table_of_real_servers():
     }
 
 
-@pytest.mark.once
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model"])
 def test_published_configs_raise_no_alarm(model, tmp_path):

@@ -10,25 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from pose_plugin.cli.main import main
 from pose_plugin.evaluation.fingerprints import FINISHED
+from pose_plugin.evaluation.questions import Answers
 from pose_plugin.evaluation.ranks import Ranks
+from tests.forked import LIMIT, CaseError, forked, good_ranks, ranks
 
 BASE = Path(__file__).parents[2] / "example_configs" / "quickstart" / "base"
 TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
-# Rank 1 dies after two answers, as a process does that the system kills for its memory.
-DIES = """
-import os, sys
-from pose_plugin.evaluation.questions import Answers
-keep, kept = Answers.keep, []
-def dying(self, *given, **more):
-    keep(self, *given, **more)
-    kept.append(1)
-    if os.environ["RANK"] == "1" and len(kept) == 2:
-        os._exit(1)
-Answers.keep = dying
-from pose_plugin.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +30,16 @@ def words(tmp_path_factory):
             "--quiet"]  # fmt: skip
 
 
+def evaluate(words, output):
+    """Return the exit code of the command."""
+    return main([*words, "--output", str(output)])
+
+
 @pytest.fixture(scope="module")
 def alone(words, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    done = launch([sys.executable, "-m", "pose_plugin"], words, output)
-    assert done.returncode == 0, done.stderr
+    assert forked(evaluate, words, output).value == 0
     return output
-
-
-def launch(start, words, output):
-    """Run the command of a user; no variable of another launch reaches it."""
-    launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    return subprocess.run(
-        [*start, *words, "--output", str(output)], capture_output=True, text=True, env=environment, timeout=1200
-    )
-
-
-def torchrun(*module):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *module]
 
 
 def journal(output):
@@ -74,7 +54,12 @@ def same_report(one, other):
 
 
 def test_two_processes_write_the_report_of_one(words, alone, tmp_path):
-    done = launch(torchrun("-m", "pose_plugin"), words, tmp_path)
+    """By the line that a user types; no variable of another launch reaches it."""
+    launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "pose_plugin", *words, "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     same_report(alone, tmp_path)
     rows, single = journal(tmp_path), journal(alone)
@@ -86,27 +71,40 @@ def test_two_processes_write_the_report_of_one(words, alone, tmp_path):
     assert done.stdout.count("nothing is missing") == 2
 
 
+def dying(words, output):
+    """Rank 1 dies after two answers, as a process does that the system kills for its memory."""
+    keep, kept = Answers.keep, []
+
+    def counted(self, *given, **more):
+        keep(self, *given, **more)
+        kept.append(1)
+        if os.environ["RANK"] == "1" and len(kept) == 2:
+            os._exit(1)
+
+    Answers.keep = counted
+    return evaluate(words, output)
+
+
 def test_a_rank_that_dies_is_resumed_by_the_same_command(words, alone, tmp_path):
-    (tmp_path / "dies.py").write_text(DIES)
-    output = tmp_path / "out"
-    done = launch(torchrun(str(tmp_path / "dies.py")), words, output)
-    assert done.returncode != 0 and not (output / "results.json").exists()
-    before = journal(output)
+    # The other rank waits for it until torchrun, or `grace`, ends it.
+    first, second = ranks(dying, words, tmp_path, grace=5.0)
+    assert isinstance(first, CaseError) and isinstance(second, CaseError)
+    assert not (tmp_path / "results.json").exists()
+    before = journal(tmp_path)
     assert len(before) >= 2
-    done = launch(torchrun("-m", "pose_plugin"), words, output)
-    assert done.returncode == 0, done.stderr
-    same_report(alone, output)
-    rows = journal(output)
+    assert [rank.value for rank in good_ranks(evaluate, words, tmp_path)] == [0, 0]
+    same_report(alone, tmp_path)
+    rows = journal(tmp_path)
     assert rows[: len(before)] == before and len({row["key"] for row in rows}) == len(rows)
 
 
 def test_work_is_divided_the_same_way_by_all():
     for world in (1, 2, 3):
-        ranks = [Ranks(rank, world) for rank in range(world)]
-        owners = [each.owners([5, 1, 3, 3, 8]) for each in ranks]
+        workers = [Ranks(rank, world) for rank in range(world)]
+        owners = [each.owners([5, 1, 3, 3, 8]) for each in workers]
         assert all(found == owners[0] for found in owners) and set(owners[0]) == set(range(world))
         for number in range(3):
-            parts = [each.mine(range(7), number) for each in ranks]
+            parts = [each.mine(range(7), number) for each in workers]
             assert sorted(i for part in parts for i in part) == list(range(7))
     # The most expensive piece goes to one process, the others to the other one.
     assert Ranks(0, 2).owners([1, 10, 1, 1]) == [1, 0, 1, 1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import importlib
 import json
 import random
 from collections.abc import Callable
@@ -71,32 +69,6 @@ LORA = {
     "lora_dropout": 0.1,
     "lora_target_linear": True,
 }
-
-
-# Modules that a run imports on its way, imported once here so that forked runs find them.
-_ON_THE_WAY = (
-    "axolotl.cli.config",
-    "axolotl.common.datasets",
-    "axolotl.core.builders",
-    "axolotl.loaders",
-    "axolotl.monkeypatch.multipack",
-    "axolotl.train",
-    "bitsandbytes",
-    "trl.trainer.reward_trainer",
-    "wandb",
-)
-
-
-def import_axolotl() -> None:
-    """Imports Axolotl once, for all forked runs.
-
-    And freezes the garbage collector: Axolotl collects some fifteen times a run, and walking over all imported
-    modules each time took two thirds of a tiny run.
-    """
-    for name in _ON_THE_WAY:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
 
 
 def in_this_process() -> None:

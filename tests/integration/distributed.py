@@ -6,6 +6,7 @@ these files. What a CPU needs beside them is in `on_cpu`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
@@ -102,21 +103,10 @@ def taken_port() -> Iterator[str]:
 
 
 def import_frameworks() -> None:
-    """Once, for all forked ranks."""
-    import gc
-    import importlib.util
-
-    from trl import SFTTrainer  # noqa: F401 - TRL imports its trainers when they are first asked for
-
-    for name in ("deepspeed", "peft"):
+    """Import what the ranks need, so that `forked` imports the rest of it once for all of them."""
+    for name in ("deepspeed", "peft", "trl", "axolotl"):
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
-    if importlib.util.find_spec("axolotl") is not None:
-        from tests.integration.axolotl_runs import import_axolotl
-
-        import_axolotl()
-    gc.collect()
-    gc.freeze()
 
 
 def on_cpu(strategy: str) -> None:

@@ -76,9 +76,8 @@ def main() -> None:
         home = Path(folder)
         write("TRL", {route: measure("TRL", route, home / "trl") for route in matrix.TRL})
         if importlib.util.find_spec("axolotl") is not None:
-            from tests.integration.axolotl_runs import import_axolotl
+            import axolotl  # noqa: F401 - before the fork, see tests/forked.py
 
-            import_axolotl()
             (home / "axolotl").mkdir()
             write("Axolotl", {route: measure("Axolotl", route, home / "axolotl") for route in matrix.AXOLOTL})
 

@@ -20,7 +20,7 @@ from pose_plugin.plan.config_reader import from_values
 from pose_plugin.positions import draw_windows
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from tests.forked import CaseError, Outcome, forked
-from tests.integration.axolotl_runs import LORA, Run, base_yaml, import_axolotl, load_cfg, run
+from tests.integration.axolotl_runs import LORA, Run, base_yaml, load_cfg, run
 from tests.integration.records import reloaded_without_us
 
 pytestmark = pytest.mark.axolotl
@@ -60,7 +60,6 @@ class Runs:
     """Every run is made once, in its own child, and looked at by several tests."""
 
     def __init__(self, home: Path) -> None:
-        import_axolotl()
         self.home = home
         self.made: dict[str, Outcome] = {}
         base_yaml(home)

@@ -125,7 +125,7 @@ def alone(home):
     )
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [pytest.param("accelerate", marks=pytest.mark.once), "torchrun"])
 def test_two_processes_on_a_cpu_draw_what_one_draws(home, alone, launcher):
     """By the documented lines, without any key for the CPU; options after them override the YAML."""
     config, record = write(home, launcher, micro_batch_size=1), home / f"{launcher}.record"

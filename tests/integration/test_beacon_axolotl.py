@@ -15,7 +15,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 from tests.forked import forked, good_ranks
 from tests.integration import distributed
-from tests.integration.axolotl_runs import base_yaml, import_axolotl, load_cfg, make_rows, train
+from tests.integration.axolotl_runs import base_yaml, load_cfg, make_rows, train
 from tests.integration.records import layer_kinds, moved, watch_draws, weights_of
 
 pytestmark = pytest.mark.axolotl
@@ -34,7 +34,6 @@ BEACON = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    import_axolotl()
     folder = tmp_path_factory.mktemp("beacon")
     make_rows(folder / "rows.jsonl", low=60, high=118)
     base_yaml(folder)

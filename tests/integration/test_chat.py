@@ -16,7 +16,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 from pose_plugin.positions.turn_borders import turn_borders, turn_tokens
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.forked import Outcome, forked
-from tests.integration.axolotl_runs import base_yaml, import_axolotl, in_this_process, load_cfg, run
+from tests.integration.axolotl_runs import base_yaml, in_this_process, load_cfg, run
 from tests.models import make_llama, spelled_tokenizer
 
 pytestmark = pytest.mark.axolotl
@@ -32,7 +32,6 @@ def base_folder(folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    import_axolotl()
     return base_folder(tmp_path_factory.mktemp("chats"), "chatml")
 
 

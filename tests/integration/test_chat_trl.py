@@ -28,13 +28,6 @@ MARKED = (
 USER = chat_tokenizer().convert_tokens_to_ids("user")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imported_once():
-    """For all forked cases; each would import TRL anew."""
-    import datasets  # noqa: F401
-    from trl import SFTTrainer  # noqa: F401
-
-
 def sft(folder: Path, rows: list[dict[str, Any]], pose: dict[str, Any], template: str = MARKED, **config: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

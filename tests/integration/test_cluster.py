@@ -15,7 +15,6 @@ import yaml
 from tests.forked import forked
 from tests.pages import commands
 
-pytestmark = pytest.mark.once
 needs_axolotl = pytest.mark.skipif(
     importlib.util.find_spec("axolotl") is None, reason="Axolotl is not installed: pip install axolotl"
 )

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import CaseError, forked
-from tests.integration.axolotl_runs import base_yaml, import_axolotl, run
+from tests.integration.axolotl_runs import base_yaml, run
 
 pytestmark = pytest.mark.axolotl
 
@@ -20,7 +20,6 @@ BUILT_IN = {"plugins": None, "pose": None, "use_pose": True, "pose_max_context_l
 
 @pytest.fixture(scope="module")
 def yaml(tmp_path_factory):
-    import_axolotl()
     home = tmp_path_factory.mktemp("built_in")
 
     def values(**changes: Any) -> dict[str, Any]:

@@ -33,6 +33,11 @@ KINDS = {
 BY_A_TRAINER = [case for case in CASES if case.framework != "loop"]
 
 
+def params(cases):
+    """Return the parameters of a test; those of Axolotl run with each of its versions."""
+    return [pytest.param(case, marks=pytest.mark.axolotl) if case.framework == "axolotl" else case for case in cases]
+
+
 def needs(case):
     for package, needed in {
         "deepspeed": case.strategy.startswith("zero"),
@@ -66,7 +71,7 @@ def run(tmp_path_factory):
     return get
 
 
-@pytest.fixture(params=CASES, ids=str)
+@pytest.fixture(params=params(CASES), ids=str)
 def case(request):
     needs(request.param)
     return request.param
@@ -111,7 +116,7 @@ def test_every_rank_is_tested_and_one_says_so(run, case):
 
 
 # Elsewhere rank 0 saves by itself.
-@pytest.mark.parametrize("case", [case for case in BY_A_TRAINER if case.strategy in ("zero3", "fsdp2")], ids=str)
+@pytest.mark.parametrize("case", params(case for case in BY_A_TRAINER if case.strategy in ("zero3", "fsdp2")), ids=str)
 def test_no_rank_leaves_a_save_of_divided_weights_before_it_is_complete(run, case):
     """Axolotl goes on to write the tokenizer on every rank, and rank 0 would read half of it."""
     for rank in run(case)[1]:
@@ -153,7 +158,7 @@ def checked(folder):
 
 
 # A loop of one's own takes a probe by itself.
-@pytest.mark.parametrize("case", BY_A_TRAINER, ids=str)
+@pytest.mark.parametrize("case", params(BY_A_TRAINER), ids=str)
 def test_what_is_saved_passes_the_check(run, case):
     """What all ranks answered together at each save is what one process answers after a reload."""
     for differing, distance in forked(checked, run(case)[0]).value:
@@ -286,7 +291,7 @@ def in_bf16(folder, case):
     return distributed.trl(folder, case, bf16=True)
 
 
-@pytest.mark.parametrize("case", BY_A_TRAINER, ids=str)
+@pytest.mark.parametrize("case", params(BY_A_TRAINER), ids=str)
 def test_a_resumed_run_goes_on_where_it_stopped(run, case):
     needs(case)
     if case.strategy == "fsdp2" and case.adapter != "full":

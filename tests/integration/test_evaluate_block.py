@@ -33,6 +33,7 @@ def far_case(folder: Path) -> Any:
     return trainer.state.log_history
 
 
+@pytest.mark.once
 def test_every_task(tmp_path):
     pytest.importorskip("trl")
     history = forked(far_case, tmp_path).value
@@ -54,9 +55,8 @@ def axolotl_case(folder: Path, asked: dict[str, Any] | None) -> Any:
 
 def test_axolotl_packed(tmp_path):
     pytest.importorskip("axolotl")
-    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+    from tests.integration.axolotl_runs import base_yaml
 
-    import_axolotl()
     base_yaml(tmp_path)
     history, weights, cache, record = forked(axolotl_case, tmp_path, block(tmp_path)).value
     found = measured(history)
@@ -94,6 +94,7 @@ def trl_case(folder: Path, asked: dict[str, Any] | None, packing: bool) -> Any:
     return losses, logits, trainer.state.log_history, heard, after
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("packing", [False, True])
 def test_trl(tmp_path, packing):
     pytest.importorskip("trl")
@@ -109,6 +110,7 @@ def test_trl(tmp_path, packing):
     assert losses == plain[0] and logits == plain[1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -139,6 +141,7 @@ def rank_case(folder: Path, asked: dict[str, Any]) -> Any:
     return measured(trainer.state.log_history)
 
 
+@pytest.mark.once
 def test_two_processes_measure_the_same(tmp_path):
     pytest.importorskip("trl")
     from tests.forked import good_ranks

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
 from tests.forked import forked
-from tests.integration.axolotl_runs import import_axolotl
 from tests.integration.example_runs import (
     BASES,
     FOLDER,
@@ -83,7 +82,6 @@ _made: dict[str, tuple[ExampleRun, dict[str, Any], Path]] = {}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    import_axolotl()
     return tmp_path_factory.mktemp("examples")
 
 

@@ -37,9 +37,6 @@ TARGET, WINDOW = (length // BASES[LLAMA3].shrink for length in (81920, 8192))
 def home(tmp_path_factory) -> Path:
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("scripts")
-    # Once here, for all forked runs.
-    for name in ("accelerate", "datasets", "peft", "pose_plugin.frameworks.trl", "trl.trainer.sft_trainer"):
-        importlib.import_module(name)
     forked(write_tiny, folder / "base", LLAMA3)
     write_data(folder / "data", WINDOW)
     return folder

@@ -11,7 +11,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 from pose_plugin.cli.main import main
 from tests.forked import forked
-from tests.integration.axolotl_runs import import_axolotl, make_base, make_rows, train
+from tests.integration.axolotl_runs import make_base, make_rows, train
 
 
 def test_one_step_on_a_cpu(tmp_path, monkeypatch):
@@ -23,7 +23,6 @@ def test_one_step_on_a_cpu(tmp_path, monkeypatch):
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())
     # The tiny tokenizer has no padding token of its own, as a published one has; one step is enough.
     short = {"num_epochs": None, "max_steps": 1, "special_tokens": {"pad_token": "w0"}}
-    import_axolotl()
 
     def case():
         model, trainer = train({key: value for key, value in (values | short).items() if value is not None})

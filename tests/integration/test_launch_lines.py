@@ -16,7 +16,7 @@ from tests.forked import forked
 from tests.integration import distributed, launched, trl_runs
 from tests.pages import benchmark, committed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.once]
+pytestmark = pytest.mark.distributed
 
 ROOT = distributed.ROOT
 PAGE = ROOT / "docs" / "distributed.md"

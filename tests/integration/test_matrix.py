@@ -10,6 +10,7 @@ from tests.forked import forked
 from tests.integration import matrix, matrix_page
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("route", matrix.TRL)
 def test_trl(tmp_path, route):
     assert matrix_page.read("TRL")[route] == matrix_page.measure("TRL", route, tmp_path)
@@ -19,9 +20,6 @@ def test_trl(tmp_path, route):
 @pytest.mark.parametrize("route", matrix.AXOLOTL)
 def test_axolotl(tmp_path, route):
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    from tests.integration.axolotl_runs import import_axolotl
-
-    import_axolotl()
     assert matrix_page.read("Axolotl")[route] == matrix_page.measure("Axolotl", route, tmp_path)
 
 
@@ -50,16 +48,17 @@ def leaking(values):
     return {seen.verdict() for seen in effects.values()}
 
 
+@pytest.mark.once
 def test_the_probe_sees_chunks_cut_apart(tmp_path):
     assert forked(cut_apart, tmp_path).value == {"chunks cut apart, no gradient across the jump"}
 
 
+@pytest.mark.once
 @pytest.mark.axolotl
 def test_the_probe_sees_documents_mixed(tmp_path):
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+    from tests.integration.axolotl_runs import base_yaml
 
-    import_axolotl()
     changes = matrix.AXOLOTL["sample_packing, multipack_real_batches"]
     values = base_yaml(tmp_path, **changes, pose={"target_length": 512, "rope": "linear", "self_test": False})
     assert forked(leaking, values).value == {"neighbours seen"}
@@ -79,7 +78,6 @@ def in_blocks(values):
 @pytest.mark.axolotl
 def test_axolotls_own_masks_of_packed_rows(tmp_path):
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+    from tests.integration.axolotl_runs import base_yaml
 
-    import_axolotl()
     assert forked(in_blocks, base_yaml(tmp_path, **matrix.AXOLOTL["sample_packing"])).value == {"verified"}

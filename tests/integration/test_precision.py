@@ -200,6 +200,7 @@ def test_beacons_have_their_own_fix():
         assert text is None or ("beacon.dtype=None: the trained weights" in text and "dtype: float32" in text)
 
 
+@pytest.mark.ends
 def test_trl_with_a_model_in_bf16(tmp_path):
     pytest.importorskip("trl")
     outcome = forked(_by_trl, tmp_path)
@@ -226,9 +227,8 @@ BY_CHANCE = {"optimizer": "adamw_torch_8bit", "optim_args": {"bf16_stochastic_ro
 def test_axolotl_trains_all_weights_in_bf16(tmp_path):
     """The real Axolotl: two steps of 0.00001, which most projections do not take, and more of them by chance."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    from tests.integration.axolotl_runs import base_yaml, import_axolotl
+    from tests.integration.axolotl_runs import base_yaml
 
-    import_axolotl()
     shares = {}
     for name, changes in (("plain", {}), ("by chance", BY_CHANCE)):
         values = base_yaml(tmp_path, bf16=True, fp16=None, learning_rate=1e-5, **changes)
@@ -262,9 +262,8 @@ def _all_in_bf16(values: dict[str, Any]) -> float:
 def test_axolotl_in_bf16(tmp_path):
     """The real Axolotl in bf16: every whole module moves, and what is saved reloads."""
     pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
-    from tests.integration.axolotl_runs import LORA, base_yaml, import_axolotl
+    from tests.integration.axolotl_runs import LORA, base_yaml
 
-    import_axolotl()
     lora = {**LORA, "lora_modules_to_save": sorted(WHOLE)}
     values = base_yaml(tmp_path, **lora, bf16=True, fp16=None, learning_rate=STEP)
     assert forked(_in_bf16, values).value == WHOLE

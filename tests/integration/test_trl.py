@@ -18,8 +18,8 @@ pytest.importorskip("peft")
 
 from pose_plugin.cli.main import main
 from tests.conftest import REPLACES
-from tests.forked import LIMIT, CaseError, forked
-from tests.integration import distributed, trl_runs
+from tests.forked import CaseError, forked, good_ranks
+from tests.integration import trl_runs
 from tests.integration.records import reloaded_without_us, unbind_all
 from tests.integration.trl_runs import ROWS, STEPS, TARGET, WINDOW
 
@@ -296,22 +296,14 @@ def test_saved_folders_load_without_this_package(outcome):
 # --- several processes ----------------------------------------------------------------------------------------
 
 
+def one_rank(folder):
+    """The two ranks together train the rows that a step of one process trains."""
+    return trl_runs.run(trl_runs.sft(folder, per_device_train_batch_size=1, ddp_backend="gloo"))
+
+
 def test_two_processes_share_the_positions_of_one(outcome, tmp_path):
     trl_runs.make_model(tmp_path)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *("-m", "tests.integration.trl_runs", str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=quiet(),
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert [rank["world"] for rank in ranks] == [2, 2]
+    ranks = [found.value for found in good_ranks(one_rank, tmp_path, ACCELERATE_USE_CPU="true")]
     assert ranks[0]["losses"], "rank 0 logs"
     expected = epochs(outcome("plain")[1].value)
     for epoch in range(2):
@@ -334,28 +326,18 @@ def example_data(tmp_path):
     return path
 
 
-LAUNCHERS = {
-    "python": [sys.executable],
-    "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "example_configs/accelerate/ddp.yaml"),
-        *("--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "PORT"),
-    ],
-}
-
-
-@pytest.mark.parametrize("launcher, extra", [("python", ["--evaluate", "--trials", "2"]), ("accelerate", ["--lora"])])
-def test_the_example(example_data, tmp_path, launcher, extra):
-    with distributed.taken_port() as port:
-        command = [
-            *(port if word == "PORT" else word for word in LAUNCHERS[launcher]),
-            str(ROOT / "example_configs/trl/sft.py"),
-            *("--data", str(example_data), "--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2"),
-            *("--target-length", "512", *extra),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=quiet(), cwd=ROOT)
+@pytest.mark.parametrize("extra", [["--evaluate", "--trials", "2"], ["--lora"]], ids=["full", "lora"])
+def test_the_example(example_data, tmp_path, forks, extra):
+    """test_distributed.py starts it on two ranks through `accelerate launch`."""
+    command = [
+        *(sys.executable, str(ROOT / "example_configs/trl/sft.py"), "--data", str(example_data)),
+        *("--output", str(tmp_path / "out"), "--steps", "2", "--batch-size", "2", "--target-length", "512"),
+        *extra,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet(), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     output = done.stdout + done.stderr
-    assert output.count("this process drew") == (2 if launcher == "accelerate" else 1)
+    assert output.count("this process drew") == 1
     assert output.count("self-test passed") == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 512
     assert (tmp_path / "out" / "adapter_config.json").exists() is ("--lora" in extra)

@@ -18,7 +18,7 @@ pytest.importorskip("openai", reason="openai is not installed: pip install opena
 
 from tests.forked import forked
 from tests.integration import example_runs
-from tests.integration.axolotl_runs import import_axolotl, in_this_process
+from tests.integration.axolotl_runs import in_this_process
 from tests.synthesize.material import story
 from tests.synthesize.server import Server, write_answer
 
@@ -90,7 +90,6 @@ def _prepare(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command(tmp_path, monkeypatch):
-    import_axolotl()
     _prepare(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text(encoding="utf-8")

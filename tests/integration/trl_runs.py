@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,16 +161,3 @@ def run(trainer: Any, resume: str | None = None, save: bool = True) -> dict[str,
         "rule_left": masking_utils.find_packed_sequence_indices is restart_rule,
         "logits": logits_far_out(trainer.accelerator.unwrap_model(trainer.model)),
     }
-
-
-def main() -> None:
-    """One rank of a distributed run: writes what it saw to `folder/rank<N>.json`."""
-    folder = Path(sys.argv[1])
-    result = run(sft(folder, per_device_train_batch_size=1, ddp_backend="gloo"))
-    keep = {key: result[key] for key in ("steps", "losses", "evaluation")}
-    keep["world"] = int(os.environ["WORLD_SIZE"])
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(keep))
-
-
-if __name__ == "__main__":
-    main()

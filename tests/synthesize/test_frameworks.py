@@ -97,9 +97,7 @@ def test_the_traps_are_traps():
 
 def test_axolotl(trapped):
     pytest.importorskip("axolotl")
-    from tests.integration.axolotl_runs import base_yaml, import_axolotl, in_this_process, load_cfg
-
-    import_axolotl()
+    from tests.integration.axolotl_runs import base_yaml, in_this_process, load_cfg
 
     def case():
         from axolotl.common.datasets import load_datasets

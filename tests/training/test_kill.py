@@ -81,10 +81,6 @@ def outcome(folder):
 def test_a_killed_training_is_resumed(tmp_path, name):
     if name != "transformers":
         pytest.importorskip(name)
-    if name == "axolotl":
-        from tests.integration.axolotl_runs import import_axolotl
-
-        import_axolotl()
 
     def prepare(folder):
         if name == "trl":
