@@ -101,8 +101,10 @@ class Sliding:
         import torch
 
         half, found = ids.shape[1] // 2, []
-        for start in range(half - 1, ids.shape[1] - 1, PIECE):
-            end, front = min(start + PIECE, ids.shape[1] - 1), max(0, start - self.reach)
+        # If every token depends on the beginning, pieces would only read it several times.
+        piece = PIECE if self.reach < ids.shape[1] else ids.shape[1]
+        for start in range(half - 1, ids.shape[1] - 1, piece):
+            end, front = min(start + piece, ids.shape[1] - 1), max(0, start - self.reach)
             part = ids[:, front : end + 1]
             found.append(token_losses(self.logits(part), part)[:, start - front :])
         return torch.cat(found, dim=1)
