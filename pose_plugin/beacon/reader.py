@@ -86,8 +86,8 @@ class Reader:
             ratio = ratios[index] if index < len(ratios) else 0
             if scheme.interleaved and not cache.tail:
                 cache.open_ratio = ratio
-            before = {"memory": cache.len_memory, "overlap": cache.len_overlap, "tail": cache.tail}
-            given = lay_out(**before, tokens=count, scheme=scheme, ratio=ratio, closing=index < condensed)
+            closing = index < condensed
+            given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing, cache.len_overlap)
             wanted = count if self.keep is None else max(0, min(count, at + count - (tokens - self.keep)))
             self._pass(given, text[:, at : at + count], wanted, result)
             at += count
