@@ -6,18 +6,20 @@
 The first tokens of an interval see beacons, but no raw token before them. With `BeaconConfig(overlap=t)`, they also see
 the last t tokens of the interval before. The script trains beacons on library texts, as the part `text` of
 beacon_learning.py does, and judges them on the same texts: those trained without overlap with each t, and those trained
-with an overlap. Each seed's readers without beacons are in beacon_learning.json.
+with an overlap. The same intervals are also read with the same raw tokens and no memory. The sliding windows are those
+of beacon_learning.json.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import beacon_training as training
-from beacon_judging import OFFSETS, Beacons, judge
-from beacon_learning import LENGTHS, in_unit, mean
+from beacon_judging import OFFSETS, Alone, Beacons, judge
+from beacon_learning import LENGTHS, mean
 from common import RESULTS, about, arguments, machine, markdown, places, save
 
 UNTRAINED_OVERLAPS, TRAINED_OVERLAPS = (0, 4, 8, 16), (8,)
@@ -69,7 +71,11 @@ def judged(model: Any, seed: int, overlap: int, lengths: list[int], texts: int) 
 
     config = find_tuner(model).active_config
     config.overlap = overlap
-    readers = {"own": Beacons(model), "another": Beacons(model, another=True)}
+    readers = {
+        "own": Beacons(model),
+        "another": Beacons(model, another=True),
+        "alone": Alone(model.get_base_model(), lead=overlap),
+    }
     # As many questions as in beacon_learning.py: they are drawn first, and the texts must be the same.
     found = judge(readers, seed, lengths, QUESTIONS, texts, ("text",))
     sizes = config.sizes(training.WINDOW)
@@ -78,28 +84,30 @@ def judged(model: Any, seed: int, overlap: int, lengths: list[int], texts: int) 
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the loss of each reader minus that of a sliding window on the same texts, by offset in the interval."""
+    """Return the loss of each reader minus that of others on the same texts, the first also by offset."""
     learning = json.loads((RESULTS / "beacon_learning.json").read_text())
-    order = [each["seed"] for each in learning["about"]["untrained"]]
-    sliding = {str(seed): run for seed, run in zip(order, learning["readers"]["sliding"][: len(order)], strict=True)}
+    seeds = [str(each["seed"]) for each in learning["about"]["untrained"]]
+    windows = {name: dict(zip(seeds, learning["readers"][name], strict=True)) for name in ("sliding", "half")}
     rows = []
     for reader, runs in result["readers"].items():
-        known = [seed for seed in runs if "text offset 0–3" in sliding.get(seed, {})]
-        cells = []
-        for name in NAMES if known else []:
+
+        def less(other: Callable[[str], Any], name: str = "", runs: dict[str, Any] = runs) -> str:
             key = f"text{name}"
-            gaps = [runs[s]["own"][key][n] - sliding[s][key][n] for s in known for n in runs[s]["own"][key]]
-            cells.append(f"{mean(gaps):+.3f}")
-        gains = [run["own"]["text"][n] - run["another"]["text"][n] for run in runs.values() for n in run["own"]["text"]]
-        ratios = ", ".join(map(str, next(iter(runs.values()))["ratios"].values()))
-        shown = in_unit("text", mean([value for run in runs.values() for value in run["own"]["text"].values()]))
-        rows.append([reader, ratios, f"{shown:.2f}", *(cells or [""] * len(NAMES)), f"{mean(gains):+.3f}"])
+            gaps = [run["own"][key][n] - other(seed)[key][n] for seed, run in runs.items() for n in run["own"][key]]
+            return f"{mean(gaps):+.3f}"
+
+        cells = [less(lambda seed: windows["sliding"][seed], name) for name in NAMES]
+        cells.append(less(lambda seed: windows["half"][seed]))
+        cells += [less(lambda seed, name=name, runs=runs: runs[seed][name]) for name in ("alone", "another")]
+        note = "" if len(runs) >= len(SEEDS) else f" ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+        rows.append([f"{reader}{note}", *cells])
+    offsets = [name.strip() for name in NAMES[1:]]
     header = [
-        "overlap",
-        "ratios",
-        "perplexity",
-        "all tokens",
-        *(name.strip() for name in NAMES[1:]),
+        "nats, beacons minus …",
+        "sliding window",
+        *offsets,
+        "sliding window of 64",
+        "no memory",
         "another's memory",
     ]
     return markdown(header, rows) + "\n\n" + about(result["machine"])

@@ -45,6 +45,18 @@ def test_a_quick_run_writes_the_committed_keys(name, tmp_path):
         assert all(each["short_inputs_identical"] for each in result["about"]["mixed"])
 
 
+def test_the_table_of_overlaps():
+    assert benchmark("beacon_overlap").table(committed("beacon_overlap")) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["beacon_overlap", "beacon_rivals"])
+def test_other_benchmarks_run(name, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert benchmark(name).table(json.loads((tmp_path / f"{name}.json").read_text())) in done.stdout
+
+
 def test_the_pretrained_run_in_small(tmp_path):
     """Training resumes from its checkpoint, and judging reads what it saved."""
     for part in ("pilot", "train", "train", "judge"):
