@@ -168,6 +168,21 @@ def test_checkpointing_changes_nothing(layout):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@torch.no_grad()
+def test_an_adapter_that_was_trained_without_overlap(tmp_path):
+    """It reads with an overlap once its adapter_config.json names one; files from before name none."""
+    from peft import PeftModel
+
+    make_beacon().save_pretrained(tmp_path)
+    path, ids = tmp_path / "adapter_config.json", make_ids(30)
+    config = json.loads(path.read_text())
+    assert config.pop("overlap") == 0
+    for changes, expected in (({}, make_beacon()), ({"overlap": 3}, make_beacon(overlap=3))):
+        path.write_text(json.dumps(config | changes))
+        loaded = PeftModel.from_pretrained(make_base(), tmp_path).eval()
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
 def test_files_from_before_and_another_overlap(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
