@@ -50,19 +50,22 @@ class Alone:
     Args:
         model: a model without beacons.
         interval: tokens that are read together.
+        lead: tokens before each interval that are read with it.
     """
 
     model: Any
     interval: int = INTERVAL
+    lead: int = 0
 
     def second_half(self, ids: Any) -> Any:
         import torch
 
         length, half, found = ids.shape[1], ids.shape[1] // 2, []
         for start in range((half - 1) // self.interval * self.interval, length - 1, self.interval):
-            part = ids[:, start : start + self.interval + 1]
+            front = min(self.lead, start)
+            part = ids[:, start - front : start + self.interval + 1]
             with torch.no_grad():
-                losses = token_losses(self.model(input_ids=part, use_cache=False).logits, part)
+                losses = token_losses(self.model(input_ids=part, use_cache=False).logits, part)[:, front:]
             found.append(losses[:, max(0, half - 1 - start) :])
         return torch.cat(found, dim=1)
 
@@ -101,8 +104,10 @@ class Sliding:
         import torch
 
         half, found = ids.shape[1] // 2, []
-        for start in range(half - 1, ids.shape[1] - 1, PIECE):
-            end, front = min(start + PIECE, ids.shape[1] - 1), max(0, start - self.reach)
+        # If every token depends on the beginning, pieces would only read it several times.
+        piece = PIECE if self.reach < ids.shape[1] else ids.shape[1]
+        for start in range(half - 1, ids.shape[1] - 1, piece):
+            end, front = min(start + piece, ids.shape[1] - 1), max(0, start - self.reach)
             part = ids[:, front : end + 1]
             found.append(token_losses(self.logits(part), part)[:, start - front :])
         return torch.cat(found, dim=1)

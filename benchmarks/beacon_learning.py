@@ -143,8 +143,9 @@ def offset_table(result: dict[str, Any]) -> str:
             for name in names:
                 key = measure + name
                 ours, theirs = (values(result, each, key) for each in (reader, other))
-                pairs = [(a[n], b[n]) for a, b in zip(ours, theirs, strict=False) for n in a]
-                cells.append(f"{mean([a - b for a, b in pairs]):+.3f}" if pairs else "")
+                gaps = [mean([a[n] - b[n] for n in a]) for a, b in zip(ours, theirs, strict=False)]
+                spread = f" ({min(gaps):+.3f} to {max(gaps):+.3f})" if not name and len(gaps) > 1 else ""
+                cells.append(f"{mean(gaps):+.3f}{spread}" if gaps else "")
             if any(cells):
                 name = NAMES[other].removeprefix("beacons, weighted digits, ").removeprefix("beacons, ")
                 rows.append([f"trained on {trained[reader]}: minus {name}", *cells])

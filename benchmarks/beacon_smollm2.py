@@ -2,15 +2,17 @@
 
     OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py pilot     # ten minutes: is there anything to gain?
     OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py train     # about two hours; run it again to resume
-    OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py judge
+    OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py judge     # also before training ends: what it has learned
     python benchmarks/beacon_smollm2.py train --quick               # the tiny model, two steps; then judge --quick
 
-It has not been run in full yet. Model and texts come from the Python package index (benchmarks/smollm2/get.py).
+Model and texts come from the Python package index (benchmarks/smollm2/get.py). The checkpoint is in
+outputs/beacon_smollm2; the pilot and the judging replace their own numbers in results/beacon_smollm2.json.
 
 - Geometry: window 512 and interval 128, a quarter of the window as in the paper; ratios 2, 4, 8, 16.
 - Training: 700 rows of 1,024 tokens of Shakespeare's plays, one per step. The loss is the mean over all tokens.
 - Judging: second halves of pieces of 2,048 tokens of a report, a novel and a manual, none of which is trained.
 - Go on after the pilot only if full attention is at least 0.05 nats better than a sliding window of 512 tokens.
+  Otherwise memory has nothing to gain.
 - Success: own memory beats another text's by at least 0.02 nats, with an interval over the texts that excludes zero.
 """
 
@@ -26,12 +28,12 @@ from typing import Any
 import torch
 from beacon_judging import Alone, Beacons, Sliding
 from beacon_training import BASE, token_losses
-from common import arguments
+from common import arguments, machine, markdown, places, save
 from recall import data, texts
 
 WINDOW, INTERVAL, RATIOS, TRAINED, JUDGED = 512, 128, [2, 4, 8, 16], 1024, 2048
 ROWS, RATE, PIECES, SAVE_EVERY, SEED = 700, 5e-4, 12, 20, 42
-GAIN = 0.02
+ROOM, GAIN = 0.05, 0.02
 
 
 def main() -> None:
@@ -41,10 +43,31 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = args.output or Path("outputs/beacon_smollm2")
     folder.mkdir(parents=True, exist_ok=True)
-    globals()[args.part](folder, args.quick)
+    if args.part == "train":
+        train(folder, args.quick)
+        return
+    path = places(args.output)[0] / "beacon_smollm2.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    result |= {"window": WINDOW, "interval": INTERVAL, "tokens": JUDGED, args.part: {}}
+    result[args.part] = globals()[args.part](folder, args.quick) | {"machine": machine("torch", "transformers", "peft")}
+    save(result, path)
+    print(table(result))
 
 
-def pilot(folder: Path, quick: bool) -> None:
+def table(result: dict[str, Any]) -> str:
+    """Return the loss of each reader, for all tokens and by offset in the interval."""
+    readers = {
+        name: row for part in ("pilot", "judge") for name, row in result.get(part, {}).get("readers", {}).items()
+    }
+    offsets = list(next(iter(readers.values()))["by offset"])
+    rows = [
+        [name, f"{row['mean']:.3f}", *(f"{row['by offset'][offset]:.3f}" for offset in offsets)]
+        for name, row in readers.items()
+    ]
+    return markdown(["nats per token", "all tokens", *(f"offset {offset}" for offset in offsets)], rows)
+
+
+def pilot(folder: Path, quick: bool) -> dict[str, Any]:
     """Judge the untrained base: full attention, sliding windows, and intervals without memory."""
     base, pieces = load(quick)[0], judged(quick)
     readers = {
@@ -53,7 +76,8 @@ def pilot(folder: Path, quick: bool) -> None:
         "sliding window, 4 sinks": Sliding(base, WINDOW, sinks=4),
         "no memory": Alone(base, INTERVAL),
     }
-    report(folder / "pilot.json", readers, pieces)
+    found = report(readers, pieces)
+    return {"readers": found} | compared("full attention", "sliding window", found, ROOM)
 
 
 def train(folder: Path, quick: bool) -> None:
@@ -62,14 +86,14 @@ def train(folder: Path, quick: bool) -> None:
 
     model = beacons(*load(quick)).train()
     rows, steps = training_rows(quick), 2 if quick else ROWS
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    parameters = trained(model)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 20) * (1 - s / steps))
     checkpoint, first = folder / "checkpoint.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint)
         first = state["step"]
-        for parameter, value in zip(trained, state["parameters"], strict=True):
+        for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.data.copy_(value)
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])
@@ -82,52 +106,56 @@ def train(folder: Path, quick: bool) -> None:
         set_ratio_step(model, step)
         loss = token_losses(model(ids).logits, ids).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         print(f"step {step + 1}: {float(loss.detach()):.3f}, {time.time() - start:.0f} s", flush=True)
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             part = checkpoint.with_suffix(".part")
-            state = {"step": step + 1, "parameters": [parameter.data for parameter in trained]}
+            state = {"step": step + 1, "parameters": [parameter.data for parameter in parameters]}
             torch.save(state | {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, part)
             part.replace(checkpoint)
     assert find_tuner(model).condensed_since_step or first == steps
     model.save_pretrained(str(folder / "adapter"))
 
 
-def judge(folder: Path, quick: bool) -> None:
-    """Compare own memory with another text's, with none, and with a sliding window."""
-    from peft import PeftModel
+def judge(folder: Path, quick: bool) -> dict[str, Any]:
+    """Compare own memory with another text's, and with the base that has none or a sliding window."""
+    model = beacons(*load(quick))
+    state, pieces = torch.load(folder / "checkpoint.pt"), judged(quick)
+    for parameter, value in zip(trained(model), state["parameters"], strict=True):
+        parameter.data.copy_(value)
+    model.eval()
+    found = report({"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}, pieces)
+    return {"rows": state["step"], "readers": found} | compared("own memory", "another text's memory", found, GAIN)
 
-    base, pieces = load(quick)[0], judged(quick)
-    untrained = {"sliding window": Sliding(base, WINDOW), "no memory": Alone(base, INTERVAL)}
-    found = report(folder / "untrained.json", untrained, pieces)
-    model = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
-    readers = {"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}
-    found |= report(folder / "judged.json", readers, pieces)
-    gains = [b - a for a, b in zip(found["own memory"], found["another text's memory"], strict=True)]
+
+def compared(better: str, worse: str, found: dict[str, Any], least: float) -> dict[str, Any]:
+    """Return how much better one reader is, with an interval that a bootstrap over the pieces gives (95 %)."""
+    gains = [b - a for a, b in zip(found[better]["pieces"], found[worse]["pieces"], strict=True)]
     draw = random.Random(SEED)
     means = sorted(sum(draw.choices(gains, k=len(gains))) / len(gains) for _ in range(2000))
     mean, low, high = sum(gains) / len(gains), means[50], means[-51]
-    verdict = "success" if mean >= GAIN and low > 0 else "no success"
-    print(f"own memory against another text's: {mean:+.4f} nats ({low:+.4f} to {high:+.4f}): {verdict}")
+    verdict = {"gain": mean, "low": low, "high": high, "wanted": least, "success": mean >= least and low > 0}
+    print(f"{better} against {worse}: {mean:+.4f} nats ({low:+.4f} to {high:+.4f}), wanted {least}")
+    return verdict
 
 
-def report(path: Path, readers: dict[str, Any], pieces: torch.Tensor) -> dict[str, list[float]]:
-    """Print and save the mean loss of each reader, by piece and by offset in the interval."""
-    found, offset = {}, torch.arange(pieces.shape[1] // 2 - 1, pieces.shape[1] - 1) % INTERVAL
-    result: dict[str, Any] = {"pieces": list(pieces.shape)}
+def report(readers: dict[str, Any], pieces: torch.Tensor) -> dict[str, Any]:
+    """Return the loss of each reader: its mean, by piece, and by offset in the interval."""
+    result, offset = {}, torch.arange(pieces.shape[1] // 2 - 1, pieces.shape[1] - 1) % INTERVAL
     for name, reader in readers.items():
-        # With another text's memory, pairs are read together; a whole batch would need too much memory.
-        each = torch.cat([reader.second_half(part) for part in pieces.split(2)])
-        found[name] = each.mean(1).tolist()
+        # With another text's memory, pairs are read together; more would need too much memory.
+        each = torch.cat([reader.second_half(part) for part in pieces.split(2 if getattr(reader, "another", 0) else 1)])
         parts = {f"{a}–{b - 1}": (offset >= a) & (offset < b) for a, b in ((0, 4), (4, 16), (16, 64), (64, 128))}
-        by_offset = {label: float(each[:, inside].mean()) for label, inside in parts.items() if bool(inside.any())}
-        result[name] = {"mean": sum(found[name]) / len(found[name]), "pieces": found[name], "by offset": by_offset}
-        print(f"{name}: {result[name]['mean']:.4f} nats; {by_offset}", flush=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return found
+        result[name] = {
+            "mean": round(float(each.mean()), 4),
+            "pieces": [round(value, 4) for value in each.mean(1).tolist()],
+            "by offset": {label: round(float(each[:, inside].mean()), 4) for label, inside in parts.items()},
+        }
+        print(f"{name}: {result[name]['mean']:.4f} nats; {result[name]['by offset']}", flush=True)
+    return result
 
 
 def load(quick: bool) -> tuple[Any, Any]:
@@ -147,6 +175,10 @@ def beacons(base: Any, tokenizer: Any) -> Any:
     limit = min(WINDOW, base.config.max_position_embeddings)
     config = BeaconConfig(interval=limit // 4, window=limit, ratios=RATIOS, dtype="float32", headroom=0, seed=SEED)
     return get_peft_model(base, config)
+
+
+def trained(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def training_rows(quick: bool) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 - Two documents cannot mix, because each has its own cache.
 - `get_seq_length` is the logical length, tokens seen, which `generate` counts with. The keys that are really cached are
-  `len_memory + len_tail`.
+  `len_memory + len_overlap + len_tail`.
 - While one pass runs, the unmodified model gets an `IntervalView` of the cache, not the cache itself.
 - `save` writes one safetensors file; any process that runs the same model and adapter can read it (`files.py`).
 - `to_dynamic_cache` and `save_cartridge` give the memory to programs without this package (`leaving.py`).
@@ -24,8 +24,23 @@ from pose_plugin.beacon.ratios import StreamState
 from pose_plugin.beacon.views import IntervalView, KeysValues, PlainCache, join
 from pose_plugin.utils.errors import PoSEError
 
+# Places among the rows of the open interval, and how far each of these rows moves.
+Moved = tuple[list[int], list[int]]
+
 # The attributes of a BeaconCache that belong to the stream, not to how it is read.
-_COPIED = ("pieces", "open", "tail", "tokens", "text", "ratios", "open_ratio", "signature", "adapter", "mark")
+_COPIED = (
+    "pieces",
+    "overlap",
+    "open",
+    "tail",
+    "tokens",
+    "text",
+    "ratios",
+    "open_ratio",
+    "signature",
+    "adapter",
+    "mark",
+)
 
 
 class BeaconCache(PlainCache):
@@ -41,6 +56,7 @@ class BeaconCache(PlainCache):
         text: ids, (batch, tokens), or embeddings, (batch, tokens, hidden), of a stream that "adapt" has kept raw; None
             otherwise. It is read again, condensed, when it no longer fits the window.
         ratios: the ratio of each condensed interval, in order.
+        overlap: the last raw rows of the interval condensed last, per layer; empty without `BeaconConfig.overlap`.
         tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
         open_ratio: the ratio that an interleaved open interval has begun with.
         signature: what the stream was made with (interval, layout, mask, layers). A model with another one refuses it.
@@ -69,6 +85,7 @@ class BeaconCache(PlainCache):
     def clear_text(self) -> None:
         """Forget what was read, but not which model and adapter read it."""
         self.pieces: list[list[KeysValues]] = []
+        self.overlap: list[KeysValues] = []
         self.open: list[KeysValues] = []
         self.tail: tuple[int, ...] = ()
         self.tokens = 0
@@ -82,6 +99,11 @@ class BeaconCache(PlainCache):
     def len_memory(self) -> int:
         """m, the beacons in memory."""
         return sum(piece[0][0].shape[2] for piece in self.pieces)
+
+    @property
+    def len_overlap(self) -> int:
+        """t, raw rows of the interval before."""
+        return self.overlap[0][0].shape[2] if self.overlap else 0
 
     @property
     def len_tail(self) -> int:
@@ -132,7 +154,10 @@ class BeaconCache(PlainCache):
     def nbytes(self) -> int:
         """Return the bytes of all keys and values."""
         return sum(
-            t.numel() * t.element_size() for layers in [*self.pieces, self.open] for pair in layers for t in pair
+            t.numel() * t.element_size()
+            for layers in [*self.pieces, self.overlap, self.open]
+            for pair in layers
+            for t in pair
         )
 
     def _layers(self) -> list[KeysValues]:
@@ -148,6 +173,7 @@ class BeaconCache(PlainCache):
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.pieces = [[(change(k), change(v)) for k, v in layers] for layers in self.pieces]
+        self.overlap = [(change(k), change(v)) for k, v in self.overlap]
         self.open = [(change(k), change(v)) for k, v in self.open]
         self.text = change(self.text) if self.text is not None else None
         self.before = None
@@ -199,6 +225,7 @@ class BeaconCache(PlainCache):
                 "reading the tokens"
             )
         self.pieces, self.ratios, self.open_ratio = source.pieces, source.ratios, source.open_ratio
+        self.overlap = source.overlap
         self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open]
         self.tail = source.tail[:rows]
         self.tokens -= count
@@ -237,11 +264,12 @@ class BeaconCache(PlainCache):
         cache, layers = BeaconCache(), range(state.signature.layers)
         parts = {
             part: [(tensors[f"{part}.{at}.keys"], tensors[f"{part}.{at}.values"]) for at in layers]
-            for part in ("memory", "open")
+            for part in files.PARTS
             if f"{part}.0.keys" in tensors
         }
         cache.pieces = [parts["memory"]] if "memory" in parts else []  # a text within one interval has no memory
-        cache.open, cache.tail = parts.get("open", []), tuple(state.tail)
+        cache.overlap, cache.open = parts.get("overlap", []), parts.get("open", [])
+        cache.tail = tuple(state.tail)
         cache.signature, cache.adapter = state.signature.model_dump(), tensors["adapter"]
         cache.text = tensors.get("text")
         cache.tokens, cache.ratios, cache.open_ratio = state.tokens, state.ratios, state.open_ratio
@@ -266,7 +294,7 @@ class BeaconCache(PlainCache):
         for layer in range(len(self)):
             parts = [piece[layer] for piece in self.pieces]
             parts = [(k.detach(), v.detach()) if at < cut else (k, v) for at, (k, v) in enumerate(parts)]
-            past.append(parts + ([self.open[layer]] if self.open else []))
+            past.append(parts + [layers[layer] for layers in (self.overlap, self.open) if layers])
         return IntervalView(given, past, last_layer)
 
     def extend(self, given: Pass, written: dict[int, KeysValues]) -> None:
@@ -290,28 +318,33 @@ class BeaconCache(PlainCache):
         """Move the stream to the dtype and device of its newest rows: a saved stream may come from another model."""
         first = self._layers()[:1]
         if first and any((a.dtype, a.device) != (b.dtype, b.device) for a, b in zip(first[0], fresh[0], strict=True)):
-            pairs = [list(zip(layers, fresh, strict=False)) for layers in [*self.pieces, self.open]]
+            pairs = [list(zip(layers, fresh, strict=False)) for layers in [*self.pieces, self.overlap, self.open]]
             moved = [[(k.to(new_k), v.to(new_v)) for (k, v), (new_k, new_v) in layers] for layers in pairs]
-            self.pieces, self.open = moved[:-1], moved[-1]
+            self.pieces, self.overlap, self.open = moved[:-2], moved[-2], moved[-1]
 
-    def close(self, index: list[int], place: Callable[[int, torch.Tensor], torch.Tensor], ratio: int) -> None:
-        """Turn the open interval's beacons into memory and drop its raw rows.
+    def close(self, beacons: Moved, overlap: Moved, place: Callable[..., torch.Tensor], ratio: int) -> None:
+        """Turn the open interval's beacons into memory and drop its raw rows, except those of the overlap.
 
         Args:
-            index: where the beacons are among the rows of the interval.
-            place: function from a layer and its beacons' keys, (batch, heads, beacons, head size), to the keys at their
-                memory slots.
+            beacons: where the beacons are among the rows of the interval, and their shifts to their memory slots.
+            overlap: the same for the raw rows that the next interval sees.
+            place: function from a layer, keys (batch, heads, rows, head size) and shifts to the moved keys.
             ratio: of this interval, for the record.
         """
         if self.undoes:
             self.before = self.copy()
-        piece = []
-        for layer, (keys, values) in enumerate(self.open):
-            at = torch.tensor(index, device=keys.device)
-            piece.append((place(layer, keys.index_select(2, at)), values.index_select(2, at)))
-        self.pieces.append(piece)
+        self.pieces.append(self._moved(beacons, place))
+        self.overlap = self._moved(overlap, place) if overlap[0] else []
         self.open, self.tail, self.open_ratio = [], (), None
         self.ratios.append(ratio)
+
+    def _moved(self, rows: Moved, place: Callable[..., torch.Tensor]) -> list[KeysValues]:
+        index, shifts = rows
+        found = []
+        for layer, (keys, values) in enumerate(self.open):
+            at = torch.tensor(index, device=keys.device)
+            found.append((place(layer, keys.index_select(2, at), shifts), values.index_select(2, at)))
+        return found
 
     def compact(self) -> None:
         """Join the pieces of memory; for inference, where no gradient is cut between them."""

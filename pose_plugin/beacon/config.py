@@ -29,6 +29,9 @@ class BeaconConfig(PeftConfig):
             bit. "v2" puts one after every α tokens under a plain causal mask, which FlashAttention can run.
         mask: what a v1 beacon sees: "stepwise", "segmentation" or "full".
         attend_previous: whether v1 beacons see the memory.
+        overlap: t, last tokens of each condensed interval that the next interval also sees uncondensed, so that its
+            first tokens have raw tokens before them. They take t positions of the window from the memory. The published
+            v1 code does something similar with a stride below its interval.
         ratio: outside training: "adapt" (the smallest ratio that fits) or a number.
         train_ratio: in training: "random" (drawn per interval), "instance" (drawn per text), "adapt", or a number.
         ratios: candidates of "adapt" and of the draws. Each divides the interval.
@@ -51,6 +54,9 @@ class BeaconConfig(PeftConfig):
     layout: str = field(default="v1", metadata={"help": "v1 (beacons after the interval) or v2 (interleaved)."})
     mask: str = field(default=STEPWISE, metadata={"help": "What v1 beacons see: stepwise, segmentation or full."})
     attend_previous: bool = field(default=True, metadata={"help": "Whether beacons attend to the memory."})
+    overlap: int = field(
+        default=0, metadata={"help": "Last tokens of each interval that the next one still sees uncondensed."}
+    )
     ratio: int | str = field(
         default=ADAPT, metadata={"help": "Outside training: adapt (the smallest that fits) or a number."}
     )
@@ -91,15 +97,17 @@ class BeaconConfig(PeftConfig):
         self._check_choices()
 
     def _check_numbers(self) -> None:
-        least = {"interval": 2, "headroom": 0, "rank": 0, "seed": 0}
+        least = {"interval": 2, "overlap": 0, "headroom": 0, "rank": 0, "seed": 0}
         if self.window is not None:
-            least["window"] = self.interval + 1
+            least["window"] = self.interval + self.overlap + 1
         if self.gradient_intervals is not None:
             least["gradient_intervals"] = 1
         for key, smallest in least.items():
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 raise PoSEError(f"{key}: {value!r} must be a whole number ≥ {smallest}")
+        if self.overlap > self.interval:
+            raise PoSEError(f"overlap: {self.overlap} is more than the interval of {self.interval} tokens")
 
     def _check_ratios(self) -> None:
         given = list(self.ratios)
@@ -157,11 +165,11 @@ class BeaconConfig(PeftConfig):
     @property
     def scheme(self) -> Scheme:
         """Where beacons are and what they see."""
-        return Scheme(self.interval, self.mask, self.interleaved, self.attend_previous)
+        return Scheme(self.interval, self.mask, self.interleaved, self.attend_previous, self.overlap)
 
     def sizes(self, window: int) -> BeaconWindow:
         """Return the window arithmetic for a resolved window size."""
-        return BeaconWindow(window, self.interval, self.interleaved)
+        return BeaconWindow(window, self.interval, self.interleaved, self.overlap)
 
 
 def _one_of(key: str, value: object, names: tuple[str, ...], also: str = "") -> None:

@@ -19,6 +19,7 @@ from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import atomic_file
 
 FORMAT = "pose_plugin.beacon/1"
+PARTS = ("memory", "overlap", "open")
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -26,6 +27,7 @@ class Signature(BaseModel):
     """What the stream was made with; see `Reading.signature`."""
 
     interval: Annotated[int, Field(ge=2)]
+    overlap: Annotated[int, Field(ge=0)] = 0  # a file of version 0.1 does not name it
     layout: Literal["v1", "v2"]
     mask: Literal[MASKS]  # type: ignore[valid-type]
     layers: Count
@@ -81,7 +83,8 @@ def save(cache: Any, path: str | Path) -> None:
     whole = cache.copy()
     whole.compact()
     tensors = {key: tensor for key, tensor in (("adapter", whole.adapter), ("text", whole.text)) if tensor is not None}
-    for part, layers in (("memory", whole.pieces[0] if whole.pieces else []), ("open", whole.open)):
+    parts = (whole.pieces[0] if whole.pieces else [], whole.overlap, whole.open)
+    for part, layers in zip(PARTS, parts, strict=True):
         for index, (keys, values) in enumerate(layers):
             tensors |= {f"{part}.{index}.keys": keys, f"{part}.{index}.values": values}
     state = Description(
@@ -135,7 +138,9 @@ def _description(path: str | Path, text: str) -> Description:
 
 def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torch.Tensor]) -> None:
     names = {"adapter": 1, "text": 0}  # a tensor of this name: 1 required, 0 optional
-    rows = {"memory": state.memory, "open": len(state.tail)}
+    # Before the first interval is condensed, there is no overlap.
+    overlap = state.signature.overlap if state.ratios else 0
+    rows = {"memory": state.memory, "overlap": overlap, "open": len(state.tail)}
     for part, count in rows.items():
         wanted = [f"{part}.{at}.{side}" for at in range(state.signature.layers) for side in ("keys", "values")]
         names |= dict.fromkeys(wanted if count else [], 1)

@@ -331,6 +331,7 @@ class Reading:
         config, text = self.active_config, self.model.config.get_text_config()
         return {
             "interval": config.interval,
+            "overlap": config.overlap,
             "layout": config.layout,
             "mask": config.mask,
             "layers": int(text.num_hidden_layers),

@@ -1,7 +1,8 @@
 """Rows, positions and masks of one pass over an interval, or a part of one: pure tables, no model.
 
-A *pass* is one forward of the base model. Its keys are memory (m beacons), then the rows of this interval that earlier
-passes cached (the tail), then the rows of the pass itself. There are two layouts:
+A *pass* is one forward of the base model. Its keys are memory (m beacons), then the overlap (the last raw rows of the
+interval before, if wanted), then the rows of this interval that earlier passes cached (the tail), then the rows of the
+pass itself. There are two layouts:
 
 - appended (arXiv 2401.03462, §2.2, Figure 3): n raw tokens, then k beacons.
 - interleaved (arXiv 2401.03462, v2 and later): one beacon after every α raw tokens, under a plain causal mask.
@@ -30,13 +31,15 @@ class Scheme:
         interval: l, raw tokens that are condensed together.
         mask: "stepwise", "segmentation" or "full"; it has no effect in the interleaved layout.
         interleaved: whether beacons are between the raw tokens instead of behind them.
-        attend_previous: whether beacons see the memory.
+        attend_previous: whether beacons see the memory and the overlap.
+        overlap: t, last raw tokens of each condensed interval that the next one sees too.
     """
 
     interval: int
     mask: str = STEPWISE
     interleaved: bool = False
     attend_previous: bool = True
+    overlap: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Pass:
         rows: kind of each row of this pass.
         scheme: see `Scheme`.
         ratio: α; 0 if the pass reads no beacon.
-        closing: whether this pass completes the interval. Its beacons then go to memory and the rest is dropped.
+        closing: whether this pass completes the interval. Its beacons then go to memory, and all but the overlap of the
+            next interval is dropped.
+        overlap: raw rows of the interval before, at positions m…m+t−1; none before the first interval.
     """
 
     memory: int
@@ -58,6 +63,12 @@ class Pass:
     scheme: Scheme
     ratio: int = 0
     closing: bool = False
+    overlap: int = 0
+
+    @property
+    def start(self) -> int:
+        """Window position of the interval's first row: the rows before it, memory and overlap."""
+        return self.memory + self.overlap
 
     @cached_property
     def raw(self) -> int:
@@ -87,7 +98,13 @@ class Pass:
 
 
 def lay_out(
-    memory: int, tail: tuple[int, ...], tokens: int, scheme: Scheme, ratio: int = 0, closing: bool = False
+    memory: int,
+    tail: tuple[int, ...],
+    tokens: int,
+    scheme: Scheme,
+    ratio: int = 0,
+    closing: bool = False,
+    overlap: int = 0,
 ) -> Pass:
     """Return the pass that reads `tokens` more raw tokens of an interval and, if it closes, all missing beacons.
 
@@ -96,7 +113,7 @@ def lay_out(
     """
     if not scheme.interleaved:
         beacons = tuple(range(1, scheme.interval // ratio + 1)) if closing else ()
-        return Pass(memory, tail, (RAW,) * tokens + beacons, scheme, ratio, closing)
+        return Pass(memory, tail, (RAW,) * tokens + beacons, scheme, ratio, closing, overlap)
     seen = tail.count(RAW)
     done = len(tail) - seen  # beacons of this interval that are cached
     rows: list[int] = []
@@ -107,23 +124,23 @@ def lay_out(
         rows.append(RAW)
     if closing and done < scheme.interval // ratio:
         rows.append(scheme.interval // ratio)
-    return Pass(memory, tail, tuple(rows), scheme, ratio, closing)
+    return Pass(memory, tail, tuple(rows), scheme, ratio, closing, overlap)
 
 
 def positions(given: Pass) -> list[int]:
     """Return the window position of each row of a pass.
 
-    Raw token i is at m + i. Beacon b is at m + b·α, the position of the raw token after the last one it sees; with full
-    coverage it is at m + l. Interleaved rows are numbered consecutively.
+    With s = m + t, raw token i is at s + i. Beacon b is at s + b·α, the position of the raw token after the last one it
+    sees; with full coverage it is at s + l. Interleaved rows are numbered consecutively.
     """
     if given.scheme.interleaved:
-        start = given.memory + len(given.tail)
+        start = given.start + len(given.tail)
         return list(range(start, start + len(given.rows)))
     raw = given.tail.count(RAW)
     result = []
     for row in given.rows:
         if row == RAW:
-            result.append(given.memory + raw)
+            result.append(given.start + raw)
             raw += 1
         else:
             result.append(_beacon_position(given, row))
@@ -132,21 +149,21 @@ def positions(given: Pass) -> list[int]:
 
 def _beacon_position(given: Pass, number: int) -> int:
     # Appended layout: the last token that beacon b sees is b·α − 1, or l − 1 with full coverage.
-    return given.memory + (given.scheme.interval if given.scheme.mask == FULL else number * given.ratio)
+    return given.start + (given.scheme.interval if given.scheme.mask == FULL else number * given.ratio)
 
 
 def visible(given: Pass, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return which keys each row sees: bool, (rows, memory + tail + rows), True if the key is seen.
+    """Return which keys each row sees: bool, (rows, memory + overlap + tail + rows), True if the key is seen.
 
-    A raw token sees all memory and the raw tokens up to itself, never a beacon of the same interval. A beacon sees
-    memory, the raw tokens of its span, and no beacon but itself. In the interleaved layout the mask is causal.
+    A raw token sees memory, overlap and the raw tokens up to itself, never a beacon of its own interval. A beacon sees
+    memory, overlap, the raw tokens of its span, and no beacon but itself. In the interleaved layout the mask is causal.
     """
-    m, tail, rows = given.memory, len(given.tail), len(given.rows)
+    start, tail, rows = given.start, len(given.tail), len(given.rows)
     if given.scheme.interleaved:
-        query = torch.arange(rows, device=device)[:, None] + m + tail
-        return torch.arange(m + tail + rows, device=device)[None] <= query
+        query = torch.arange(rows, device=device)[:, None] + start + tail
+        return torch.arange(start + tail + rows, device=device)[None] <= query
     seen = _seen_in_interval(given.tail, given.rows, given.scheme, given.ratio, str(device))
-    before = torch.ones((rows, m), dtype=torch.bool, device=device)
+    before = torch.ones((rows, start), dtype=torch.bool, device=device)
     if not given.scheme.attend_previous:
         before &= torch.tensor([row == RAW for row in given.rows], device=device)[:, None]
     return torch.cat([before, seen], dim=1)
@@ -184,5 +201,18 @@ def moves(given: Pass) -> tuple[list[int], list[int]]:
     """
     kinds = given.tail + given.rows
     index = [at for at, kind in enumerate(kinds) if kind != RAW]
-    old = [given.memory + at if given.scheme.interleaved else _beacon_position(given, kinds[at]) for at in index]
+    old = [given.start + at if given.scheme.interleaved else _beacon_position(given, kinds[at]) for at in index]
     return index, [given.memory + kinds[at] - 1 - place for at, place in zip(index, old, strict=True)]
+
+
+def overlapping(given: Pass) -> tuple[list[int], list[int]]:
+    """Return (index in tail + rows, shift) of the raw rows of a closing pass that the next interval sees.
+
+    They are the last t, and move to the positions behind the memory, which then includes this interval's beacons.
+    """
+    raw = [at for at, kind in enumerate(given.tail + given.rows) if kind == RAW]
+    beacons = len(given.tail) + len(given.rows) - len(raw)
+    first = len(raw) - given.scheme.overlap
+    # Beacons take positions of their own only in the interleaved layout.
+    old = raw if given.scheme.interleaved else range(len(raw))
+    return raw[first:], [given.memory + beacons + at - first - given.start - old[at] for at in range(first, len(raw))]

@@ -1,7 +1,7 @@
 """Give a condensed text to programs that do not have this package.
 
-Memory and open interval are ordinary keys and values at positions 0, 1, 2, …, so the plain base model can read on
-behind them. Nothing is condensed any more, so what follows must fit the window.
+Memory, overlap and open interval are ordinary keys and values at positions 0, 1, 2, …, so the plain base model can read
+on behind them. Nothing is condensed any more, so what follows must fit the window.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pose_plugin.utils.errors import PoSEError
 
 
 def rows_of(cache: Any) -> list[KeysValues]:
-    """Return all keys and values of a stream, layer by layer, (batch, heads, memory + open rows, head size).
+    """Return all keys and values of a stream, layer by layer, (batch, heads, memory + overlap + open rows, head size).
 
     Raises:
         PoSEError: the cache is empty.
     """
     if not cache.tokens:
         raise PoSEError("cache: it is empty; condense a text first, context = model.condense(ids)")
-    parts = [*cache.pieces, *([cache.open] if cache.open else [])]
+    parts = [*cache.pieces, *(layers for layers in (cache.overlap, cache.open) if layers)]
     return [(join(p[at][0] for p in parts), join(p[at][1] for p in parts)) for at in range(len(parts[0]))]
 
 

@@ -31,11 +31,13 @@ class BeaconWindow:
         size: L, the positions that the model knows.
         interval: l, raw tokens that are condensed together.
         interleaved: whether beacons are between the raw tokens and so take positions as well.
+        overlap: t, raw tokens of a condensed interval that stay in the window behind the memory.
     """
 
     size: int
     interval: int
     interleaved: bool = False
+    overlap: int = 0
 
     def beacons(self, ratio: int) -> int:
         """Return k, the beacons of a full interval."""
@@ -44,25 +46,29 @@ class BeaconWindow:
     def can_condense(self, memory: int, ratio: int) -> bool:
         """Return whether a full interval and its beacons fit behind `memory` beacons.
 
-        Appended: the last beacon is at position m + l, so m + l ≤ L − 1. Interleaved: m + l + k rows.
+        Appended: the last beacon is at position m + t + l, so m + t + l ≤ L − 1. Interleaved: m + t + l + k rows. There
+        is no overlap before the first interval.
         """
         if self.interleaved:
-            return memory + self.interval + self.beacons(ratio) <= self.size
-        return memory + self.interval <= self.size - 1
+            return self._start(memory) + self.interval + self.beacons(ratio) <= self.size
+        return self._start(memory) + self.interval <= self.size - 1
 
     def can_end(self, memory: int, tokens: int, ratio: int | None) -> bool:
-        """Return whether a last interval of `tokens` raw tokens fits behind `memory` beacons: m + n ≤ L."""
+        """Return whether a last interval of `tokens` raw tokens fits behind `memory` beacons: m + t + n ≤ L."""
         between = (tokens - 1) // ratio if self.interleaved and ratio and tokens else 0
-        return memory + tokens + between <= self.size
+        return self._start(memory) + tokens + between <= self.size
+
+    def _start(self, memory: int) -> int:
+        return memory + self.overlap if memory else 0
 
     def holds_raw(self, tokens: int) -> bool:
         """Return whether the model can read `tokens` tokens without condensing any."""
         return tokens <= self.size
 
     def capacity(self, ratio: int, memory: int = 0) -> int:
-        """Return how many tokens a stream at one ratio can hold: (L − l − m)·α + l."""
+        """Return how many tokens a stream at one ratio can hold: (L − l − t − m)·α + l."""
         own = self.beacons(ratio) if self.interleaved else 0
-        return max(0, self.size - self.interval - own - memory) * ratio + self.interval
+        return max(0, self.size - self.interval - self.overlap - own - memory) * ratio + self.interval
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def adapt(
     headroom: int = 1024,
     state: StreamState = EMPTY,
 ) -> int:
-    """Return the smallest ratio with (L − l − m)·α + l ≥ uncondensed tokens + headroom.
+    """Return the smallest ratio with (L − l − t − m)·α + l ≥ uncondensed tokens + headroom.
 
     Headroom is reserved at the beginning of a stream, and used up by what follows. So in a stream that has begun, if no
     ratio keeps the headroom free, the smallest ratio that fits is returned.

@@ -11,7 +11,7 @@ import torch
 
 from pose_plugin.beacon.cache import BeaconCache
 from pose_plugin.beacon.checks import check_input
-from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, positions, visible
+from pose_plugin.beacon.layout import RAW, Pass, lay_out, moves, overlapping, positions, visible
 from pose_plugin.beacon.ratios import intervals
 from pose_plugin.beacon.rope import rotate
 from pose_plugin.beacon.views import Enough
@@ -86,7 +86,8 @@ class Reader:
             ratio = ratios[index] if index < len(ratios) else 0
             if scheme.interleaved and not cache.tail:
                 cache.open_ratio = ratio
-            given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing=index < condensed)
+            closing = index < condensed
+            given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing, cache.len_overlap)
             wanted = count if self.keep is None else max(0, min(count, at + count - (tokens - self.keep)))
             self._pass(given, text[:, at : at + count], wanted, result)
             at += count
@@ -168,13 +169,11 @@ class Reader:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def _close(self, given: Pass) -> None:
-        index, shifts = moves(given)
         tuner, inv_freq = self.tuner, self.tuner.rotary.inv_freq
-        shift = torch.tensor(shifts, device=inv_freq.device)
 
-        def place(layer: int, keys: torch.Tensor) -> torch.Tensor:
-            return rotate(keys, shift, inv_freq) if tuner.rotates(layer) else keys
+        def place(layer: int, keys: torch.Tensor, shifts: list[int]) -> torch.Tensor:
+            return rotate(keys, torch.tensor(shifts), inv_freq) if tuner.rotates(layer) else keys
 
-        self.cache.close(index, place, given.ratio)
+        self.cache.close(moves(given), overlapping(given), place, given.ratio)
         if not torch.is_grad_enabled():
             self.cache.compact()

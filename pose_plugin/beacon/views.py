@@ -55,7 +55,7 @@ class IntervalView(PlainCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeysValues:
-        """Return keys and values of memory, tail and this pass, each (batch, heads, rows, head size)."""
+        """Return keys and values of memory, overlap, tail and this pass, each (batch, heads, rows, head size)."""
         if not self.sealed:
             self.written[layer_idx] = (key_states, value_states)
         # Most intervals are read for their keys and values only. What the last layer makes of them, a third of the
@@ -79,7 +79,7 @@ class IntervalView(PlainCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the cached rows of the window. Unlike BeaconCache, this counts rows that are there."""
-        return self.given.memory + len(self.given.tail)
+        return self.given.start + len(self.given.tail)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -46,18 +46,27 @@ def test_a_quick_run_writes_the_committed_keys(name, tmp_path):
         assert all(each["short_inputs_identical"] for each in result["about"]["mixed"])
 
 
+def test_the_table_of_overlaps():
+    assert benchmark("beacon_overlap").table(committed("beacon_overlap")) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["beacon_overlap", "beacon_rivals"])
+def test_other_benchmarks_run(name, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert benchmark(name).table(json.loads((tmp_path / f"{name}.json").read_text())) in done.stdout
+
+
 def test_the_pretrained_run_in_small(tmp_path):
     """Training resumes from its checkpoint, and judging reads what it saved."""
-    for part in ("train", "train", "judge"):
+    for part in ("pilot", "train", "train", "judge"):
         command = [sys.executable, str(ROOT / "benchmarks" / "beacon_smollm2.py"), part, "--quick"]
         done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr[-3000:]
-    assert "own memory against another text's" in done.stdout
-    assert json.loads((tmp_path / "judged.json").read_text()).keys() == {
-        "pieces",
-        "own memory",
-        "another text's memory",
-    }
+    result = json.loads((tmp_path / "beacon_smollm2.json").read_text())
+    assert benchmark("beacon_smollm2").table(result) in done.stdout
+    assert (result["judge"]["rows"], list(result["judge"]["readers"])) == (2, ["own memory", "another text's memory"])
 
 
 def test_the_reading_snippet(tmp_path, monkeypatch):

@@ -160,11 +160,11 @@ def test_the_rest_of_a_head_stays():
     assert torch.equal(rotate(low, torch.tensor([300, 7]), torch.tensor([1.0, 0.1])), once)
 
 
-@pytest.mark.parametrize("mask", ["stepwise", "segmentation", "full"])
+@pytest.mark.parametrize(("mask", "overlap"), [("stepwise", 0), ("segmentation", 0), ("full", 0), ("stepwise", 3)])
 @torch.no_grad()
-def test_stream_equals_one_pass_with_a_whole_mask(mask):
+def test_stream_equals_one_pass_with_a_whole_mask(mask, overlap):
     """Without positions (frequencies 0), two intervals and a half are one forward under one hand-made mask."""
-    model = make_beacon(mask=mask, attention="eager")
+    model = make_beacon(mask=mask, attention="eager", overlap=overlap)
     tuner = model.base_model
     tuner.rotary.inv_freq.zero_()
     ids = make_ids(20)
@@ -173,8 +173,10 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask):
     rows = [RAW] * 8 + [1, 2] + [RAW] * 8 + [1, 2] + [RAW] * 4
     interval = torch.tensor([0] * 10 + [1] * 10 + [2] * 4)
     beacon = torch.tensor([row != RAW for row in rows])
-    # Another interval's rows see its beacons and nothing else of it.
+    # Another interval's rows see its beacons and nothing else of it but the overlap, which only the next one sees.
+    last = torch.tensor([8 - overlap <= at % 10 < 8 for at in range(len(rows))])
     seen = (interval[:, None] > interval[None]) & beacon[None]
+    seen |= (interval[:, None] == interval[None] + 1) & last[None]
     own = visible(lay_out(0, (), 8, Scheme(8, mask), 4, closing=True))
     for start, size in ((0, 10), (10, 10), (20, 4)):
         seen[start : start + size, start : start + size] = own[:size, :size] if size == 10 else own[:4, :4]
@@ -310,6 +312,7 @@ WINDOWS = [
         "window: 64 is more than the length up to which rope 'longrope' keeps its frequencies, 32",
     ),
     ({"max_position_embeddings": 8}, {}, "interval: 8 leaves no room for memory in window 8"),
+    ({"max_position_embeddings": 12}, {"overlap": 4}, "interval: 8 with overlap 4 leaves no room for memory"),
 ]
 
 
