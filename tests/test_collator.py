@@ -282,10 +282,12 @@ def test_masks_of_rows_without_labels_become_labels(name):
 
 def test_a_column_that_would_be_left_out_of_the_batch():
     pad = PoSECollator(make_tokenizer(), target_length=64)
-    for value in ([0.5] * 6, torch.zeros(3, 2, 2), [[1, 2]]):
+    for value in ([0.5] * 6, torch.zeros(3, 2, 2, dtype=torch.bfloat16), [[1, 2]]):
         with pytest.raises(PoSEError, match="column weights"):
             pad(rows(SIX, weights=value))
-    assert "text" not in pad(rows(SIX, text="a", messages=[{"role": "user"}], number=3, length=6))
+    assert "text" not in pad(
+        rows(SIX, text="a", tools=[["a"], ["b", "c"]], messages=[{"role": "user"}], number=3, length=6)
+    )
 
 
 def test_seq_lengths_follow_documents_that_were_cut():

@@ -44,6 +44,8 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
     saved = read_saved(_local(folder))
     path = saved.path
     if saved.adapter is None:
+        if base is not None:
+            raise PoSEError(f"base={base!r} has no effect: {path} holds a full model and no adapter. Remove base")
         model: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs)
         verify_rope(model)
         return model

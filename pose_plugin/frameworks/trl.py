@@ -97,7 +97,7 @@ class _PadLabels:
     def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         for name in features[0].keys() - _PADDED:
             # Text and single numbers describe a row. An array is an input, such as pixels or weights of the loss.
-            if np.ndim(value := features[0][name]) and np.asarray(value).dtype.kind in "biuf":
+            if _is_array(features[0][name]):
                 raise PoSEError(
                     f"rows have the column {name}, an array, which PoSECollator would leave out of the batch. Remove "
                     "it, or wrap a collator that stacks it: PoSECollator(tokenizer, collate=…)"
@@ -116,6 +116,17 @@ class _PadLabels:
             begin = width - len(row) if self.tokenizer.padding_side == "left" else 0
             line[begin : begin + len(row)] = row
         return torch.from_numpy(stacked)
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is a tensor or holds numbers in one or more dimensions."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return False
+    return found.ndim > 0 and found.dtype.kind in "biuf"
 
 
 def _wrappers() -> dict[tuple[type, str], Around]:

@@ -47,6 +47,11 @@ def test_a_base_that_has_moved(home, tmp_path):
     np.testing.assert_allclose(take_probe(model, TARGET)["logits"], read_probe(home / "adapter")["logits"], atol=1e-5)
 
 
+def test_a_base_of_a_full_model_is_refused(home):
+    with pytest.raises(PoSEError, match="base='elsewhere' has no effect"):
+        load_extended(home / "full", base="elsewhere")
+
+
 def test_an_adapter_without_its_config_is_refused(home, tmp_path):
     shutil.copytree(home / "adapter", tmp_path / "adapter")
     (tmp_path / "adapter" / "config.json").unlink()
