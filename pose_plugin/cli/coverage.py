@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         _check_output(output)
         if not args.no_figures:
-            require_matplotlib()
+            require_matplotlib("--no-figures")
             check_ending(output)
     seen = {}
     for name, values in settings.items():

@@ -159,7 +159,7 @@ class _Asked:
                     raise PoSEError(f"{path} does not exist; give the folder of a model or of an adapter")
         with self._complaints:
             if not args.no_figures:
-                require_matplotlib()
+                require_matplotlib("--no-figures")
         with self._complaints:
             self.measures = _measures(args)
         self._complaints.raise_all()

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output:
         # Before the plan, which can take a minute.
-        require_matplotlib()
+        require_matplotlib("run it without --output")
         check_ending(Path(args.output))
     plan = make_plan(_inputs(args), args.gpu_memory, args.draws, args.tokens_per_second)
     if args.output:

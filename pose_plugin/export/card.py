@@ -220,7 +220,7 @@ def _trained(record: Record) -> str:
         return "not recorded"
     drawn = trained.first_process or {}
     rows = counted(trained.rows_a_step, "row") if trained.rows_a_step else "? rows"
-    text = f"{counted(trained.steps or 0, 'step')} of {rows}, {trained.epochs or 0:g} epochs"
+    text = f"{counted(trained.steps or 0, 'step')} of {rows}, {counted(trained.epochs or 0, 'epoch', 'g')}"
     if drawn.get("tokens"):
         share = "" if trained.processes in (None, 1) else f" in the first of {trained.processes} processes"
         text += f"; {drawn['tokens']} tokens drawn{share} (some fetched ahead)"

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, pip_install
 
 TEXTS = (".txt", ".md", ".markdown")
 ENDINGS = (*TEXTS, ".jsonl", ".parquet")
@@ -155,7 +155,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise PoSEError(f'{path} needs pyarrow: pip install "pose-plugin[synthesize]"') from None
+        raise PoSEError(f"{path} needs pyarrow: {pip_install('synthesize')}") from None
     try:
         file = parquet.ParquetFile(path)
         if text_field not in file.schema_arrow.names:
@@ -282,5 +282,5 @@ def _datasketch() -> Any:
     try:
         import datasketch
     except ImportError:
-        raise PoSEError('synthesize needs datasketch: pip install "pose-plugin[synthesize]"') from None
+        raise PoSEError(f"synthesize needs datasketch: {pip_install('synthesize')}") from None
     return datasketch

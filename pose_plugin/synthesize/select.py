@@ -23,7 +23,7 @@ from pose_plugin.synthesize.output import MarkerSplitter
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.utils.clean import tidy
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, pip_install
 from pose_plugin.utils.log import printable
 
 SAME = "the same text again"
@@ -132,7 +132,7 @@ def _language_filter(languages: tuple[str, ...]) -> Callable[[str], bool]:
     try:
         import py3langid
     except ImportError:
-        raise PoSEError('--languages needs py3langid: pip install "pose-plugin[synthesize]"') from None
+        raise PoSEError(f"--languages needs py3langid: {pip_install('synthesize')}") from None
     known = {str(code) for code, _ in py3langid.rank("")}
     for language in languages:
         if language not in known:
@@ -226,7 +226,7 @@ def _vectors(texts: list[str]) -> Any:
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError:
-        raise PoSEError('the task compare needs scikit-learn: pip install "pose-plugin[synthesize]"') from None
+        raise PoSEError(f"the task compare needs scikit-learn: {pip_install('synthesize')}") from None
     # Runs of letters within words also serve languages that are written without spaces.
     return TfidfVectorizer(
         analyzer="char_wb", ngram_range=(4, 5), sublinear_tf=True, max_features=1 << 17

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pose_plugin.synthesize.settings import FORMATS, Settings
 from pose_plugin.utils.clean import Cleaner, without_password
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, pip_install
 from pose_plugin.utils.server import CONNECT, TOO_LONG, at, count, words_of
 
 # What to do about a prompt and an answer that are longer than the server's context.
@@ -269,5 +269,5 @@ def _openai() -> Any:
     try:
         import openai
     except ImportError:
-        raise PoSEError('synthesize needs the openai client: pip install "pose-plugin[synthesize]"') from None
+        raise PoSEError(f"synthesize needs the openai client: {pip_install('synthesize')}") from None
     return openai

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -59,6 +60,22 @@ class Complaints:
         """Raise PoSEError with all complaints, if there are any."""
         if self.found:
             raise PoSEError("\n".join(self.found))
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs the packages of an extra, e.g. 'pip install "matplotlib>=3.8"'.
+
+    It names the packages themselves, as the installed metadata list them: pip finds them even if this package was
+    installed from a clone or a file and is on no index.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        lines = requires("pose-plugin") or []
+    except PackageNotFoundError:  # a checkout on the path, without an installation
+        return f'pip install ".[{extra}]" in a clone of pose-plugin'
+    needed = [line.partition(";")[0].strip() for line in lines if re.search(rf"extra == .{extra}\W", line)]
+    return " ".join(["pip install", *(f'"{each}"' for each in needed)])
 
 
 FORGOTTEN_LINE = (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, pip_install
 from pose_plugin.utils.files import atomic_file
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
@@ -41,14 +41,17 @@ STYLE: Any = {
 }
 
 
-def require_matplotlib() -> None:
-    """Raise PoSEError if matplotlib is not installed."""
+def require_matplotlib(otherwise: str = "figures=False") -> None:
+    """Raise PoSEError if matplotlib is not installed.
+
+    Args:
+        otherwise: what leaves the figures out, for the message.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise PoSEError(
-            'figures need matplotlib, which is not installed; pip install "pose-plugin[plot]", or leave '
-            "them out: figures=False, on the command line --no-figures"
+            f"figures need matplotlib, which is not installed: {pip_install('plot')}, or leave them out: {otherwise}"
         ) from None
 
 

@@ -14,7 +14,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def counted(number: int, noun: str, form: str = "") -> str:
+def counted(number: float, noun: str, form: str = "") -> str:
     """Return a number with its noun: "1 text" or "2 texts".
 
     Args:

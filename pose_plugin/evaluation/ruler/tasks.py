@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pose_plugin.evaluation.prompts import GRASS
-from pose_plugin.evaluation.ruler.data import ESSAYS, HOTPOTQA, PACKAGE, SQUAD, Asked, Data
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.evaluation.ruler.data import ESSAYS, HOTPOTQA, SQUAD, Asked, Data
+from pose_plugin.utils.errors import PoSEError, pip_install
 
 SHORT = 4096
 """Tokens below which `cwe` repeats its words less often."""
@@ -374,6 +374,6 @@ def require(data: Data, tasks: Sequence[str]) -> None:
         free = ",".join(name for name, each in TASKS.items() if not each.file)
         where = "" if data.given is None else f", and ruler_data={data.given} does not contain it"
         raise PoSEError(
-            f'{needs}{where}; pip install "pose-plugin[ruler]" ({PACKAGE}), give a folder with the files as '
+            f"{needs}{where}; {pip_install('ruler')}, give a folder with the files as "
             f"ruler_data, or use the tasks that need no file: {free}"
         )
