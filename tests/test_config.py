@@ -26,8 +26,6 @@ REFUSED = [
     ({"target_margin": 2**31 - 1024}, "target_length=1024", f"target_margin={2**31 - 1024}", "2147483647"),
     ({"sampler": "posse"}, "pose.sampler='posse'", ", ".join(SAMPLERS), "did you mean pose?"),
     ({"sampler": "none", "chunks": 3}, "chunks=3", "sampler=none", "pose, clamped, turns"),
-    ({"sampler": "none", "unskipped_ratio": 0.5}, "unskipped_ratio=0.5", "sampler=none", "pose, clamped, randpos"),
-    ({"sampler": "none", "target_margin": 9}, "target_margin=9", "sampler=none", "pose, clamped, randpos"),
     ({"sampler": "turns", "variant": "reference"}, "variant=reference", "sampler=turns", "pose, clamped"),
     ({"content": "skip"}, "content=skip", "train_length"),
     ({"content": "aligned"}, "content=aligned", "train_length"),

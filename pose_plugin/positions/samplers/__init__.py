@@ -35,15 +35,15 @@ def make_sampler(settings: PositionSettings) -> Sampler:
     return kind(**{option: getattr(settings, option) for option in kind.options()})
 
 
-# Settings that only rows with a jump have a use for.
-_OF_JUMPS = {"unskipped_ratio", "target_margin"}
-
-
 def unread_options(sampler: str) -> set[str]:
-    """Return the settings that a sampler does not read, and others do."""
+    """Return the options of other samplers that a sampler does not have.
+
+    `unskipped_ratio` and `target_margin` are not options of samplers: a config that compares PoSE with `sampler: none`
+    may keep both.
+    """
     kind = SAMPLERS[sampler]
     every = {option for each in SAMPLERS.values() for option in each.options()}
-    return every - set(kind.options()) | (set() if kind.skips else _OF_JUMPS)
+    return every - set(kind.options())
 
 
 def names_with(option: str) -> list[str]:
