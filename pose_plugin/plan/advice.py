@@ -136,7 +136,7 @@ def _about_frozen_parts(plan: Plan, original: int) -> list[str]:
     return [
         f"the adapter leaves {' and '.join(frozen)} frozen, and {original} → {plan.target} tokens is a stretch by "
         f"{plan.target / original:g}: LongLoRA (arXiv 2309.12307) had to train them for a stretch by 8. Add them to "
-        "lora_modules_to_save"
+        "modules_to_save (Axolotl: lora_modules_to_save)"
     ]
 
 
