@@ -98,6 +98,22 @@ POSE, NO_SKIP = Row(committed="PoSE"), Row(committed="no skip")
 RANDPOS, ORIGINAL = Row(committed="RandPos"), Row(None, committed="original")
 
 
+ROPES = {"linear": "linear", "NTK": "ntk", "YaRN": "yarn"}
+
+
+def _stretch(target: int) -> Table:
+    """Return the rows of table 6 for a smaller target: each RoPE untrained, without skips, and with PoSE."""
+    rows: dict[str, Row] = {}
+    for kind, rope in ROPES.items():
+        rows |= {
+            f"{kind}, PI only": Row(None, rope=rope),
+            f"{kind}, no skip": _no_skip(rope=rope, target_length=target),
+            f"{kind}, PoSE": _pose(rope=rope, target_length=target),
+        }
+    lengths = [length for length in LENGTHS if length <= target]
+    return Table(f"{target // BASE} times the window (128 → {target})", rows, [], "not in the paper", {}, lengths)
+
+
 def _loss(values: Values, name: str, length: int = TARGET) -> float:
     return values[name]["perplexity"][length]
 
@@ -225,6 +241,8 @@ TABLES = {
         },
         FAR_LENGTHS,
     ),
+    "x4": _stretch(512),
+    "x2": _stretch(256),
     "1": Table(
         "Full length, with as many rows as PoSE",
         {"original": ORIGINAL, "full length": _full(), "RandPos": RANDPOS, "PoSE": POSE},
@@ -258,6 +276,10 @@ TABLES = {
         every=50,
     ),
 }
+
+
+# The tables of `when_to_skip` and the target of each.
+STRETCHES = {"x2": 256, "x4": 512, "6": TARGET}
 
 
 def quickstart() -> Any:
@@ -391,7 +413,7 @@ def section(name: str, data: dict[str, Any]) -> str:
     """Return the part of the page about one table."""
     table = TABLES[name]
     values, seeds = means(data, table)
-    where = f"Table {name}" if name[0].isdigit() and name != "3c" else "Figure 3c" if name == "3c" else "Content"
+    where = {"3c": "Figure 3c", "content": "Content", "x2": "Stretch", "x4": "Stretch"}.get(name, f"Table {name}")
     parts = [f"## {where}: {table.title[0].lower()}{table.title[1:]}"]
     if not seeds:
         return f"{parts[0]}\n\nNot run yet: `python benchmarks/paper_tables.py --tables {name}`."
@@ -413,6 +435,29 @@ def section(name: str, data: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def when_to_skip(results: Path) -> str:
+    """Return the table of what training without and with skips gives, by stretch and RoPE; "" if nothing was run."""
+    rows = []
+    for name, target in STRETCHES.items():
+        values, seeds = means(kept(results, name), TABLES[name])
+        for kind in ROPES if values else ():
+            each = [values[f"{kind}, {way}"] for way in ("PI only", "no skip", "PoSE")]
+            scores = [f"{row['passkey'][target]:.2f}" for row in each] + [
+                f"{row['perplexity'][target]:.1f}" for row in each
+            ]
+            rows.append([f"{target // BASE}", kind, *scores, f"{seeds}"])
+    header = [
+        "stretch",
+        "RoPE",
+        *(f"{m}, {w}" for m in ("passkeys", "perplexity") for w in ("untrained", "no skip", "PoSE")),
+    ]
+    if not rows:
+        return ""
+    return (
+        f"## When skipping pays\n\nAt the target length, by stretch and RoPE:\n\n{markdown([*header, 'seeds'], rows)}"
+    )
+
+
 INTRODUCTION = """# The paper's tables at small scale
 
 The paper extends LLaMA-7B from 2,048 tokens. These runs extend the tiny model of the [quick start](quickstart.md) from
@@ -428,7 +473,8 @@ and "RandPos" differ from PoSE in `content` as well: they read one contiguous wi
 
 
 def page(results: Path) -> str:
-    return "\n\n".join([INTRODUCTION, *(section(name, kept(results, name)) for name in TABLES)]) + "\n"
+    sections = [section(name, kept(results, name)) for name in TABLES]
+    return "\n\n".join(part for part in [INTRODUCTION, when_to_skip(results), *sections] if part) + "\n"
 
 
 def main() -> None:
