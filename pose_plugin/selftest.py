@@ -70,6 +70,14 @@ class SelfTestReport:
     deaf_layers: tuple[str, ...] = ()
     rotary: bool = True
 
+    def __str__(self) -> str:
+        parts = [f"{self.same_chunk:.3g} in chunk 1", f"{self.after_jump:.3g} in chunk 2"]
+        parts += [f"{self.neighbour:.3g} in other documents"] if self.packed else []
+        text = f"new tokens in chunk 1 change a logit by up to {', '.join(parts)}"
+        if self.own_positions is not None:
+            text += f"; another skip changes one in chunk 2 by up to {self.own_positions:.3g}"
+        return f"{text} ({self.attention})"
+
     def problems(self) -> list[str]:
         """Return what is wrong and what to set, one sentence each; empty if training can work."""
         own = self.own_positions if self.own_positions is not None else self.same_chunk

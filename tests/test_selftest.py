@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -406,6 +407,13 @@ def test_problems_of_a_report(changes, words):
     found = report.problems()
     assert len(found) == len(words)
     assert all(word in problem for word, problem in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("own, packed, parts", [(0.05, True, 4), (None, False, 2)])
+def test_a_report_as_text(own, packed, parts):
+    report = SelfTestReport(0.5, 0.04, 0.0, own, 0.0, packed=packed, attention="sdpa")
+    assert str(report).endswith("(sdpa)") and "0.5 in chunk 1, 0.04 in chunk 2" in str(report)
+    assert len(re.findall(r"0\.?\d* in|up to 0\.05", str(report))) == parts
 
 
 # --- no side effects ------------------------------------------------------------------------------------------
