@@ -53,7 +53,7 @@ class Asking(Measure):
         with progress_bar(f"{self.name} {length}", len(missing), "prompt", self.progress) as bar:
 
             def keep(question: Question, text: str, **more: Any) -> None:
-                kept.keep(question, text, **more)
+                kept.keep(question, text, measure=self.name, length=length, **more)
                 bar.update()
 
             if isinstance(model, Answerer):

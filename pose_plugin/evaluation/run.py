@@ -218,8 +218,13 @@ class Session:
 
     def _judge_answered(self, source: Source) -> None:
         """Judge lengths whose questions all have answers, as after other processes; this needs no model."""
+        answers = self._answers[source.name]
+        # Prompts of other lengths are not made here: one may be too long for the memory.
+        asked = {(row.get("measure"), row.get("length")) for row in answers.rows()}
         for measure, n in self._missing(source):
-            if isinstance(measure, Asking) and not unanswered(measure.questions(n), self._answers[source.name]):
+            if not isinstance(measure, Asking) or (measure.name, n) not in asked:
+                continue
+            if not unanswered(measure.questions(n), answers):
                 self._keep(self._key(source, measure, n), source, measure, n, measure.run(None, n).to_dict())
 
     def notes(self, source: Source) -> list[str]:
