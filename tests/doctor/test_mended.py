@@ -34,7 +34,12 @@ BROKEN = {
     # huggingface/trl, the guide to long contexts: rope_parameters in model_init_kwargs; the maximum stays.
     "TRL": ({"rope_parameters": {**YARN, "rope_theta": BASE}}, False, each(64) | {"vllm < 0.30": 256}),
     # hiyouga/LlamaFactory sets rope_scaling, which replaces the whole dict in transformers 5, and computes a float.
-    "LLaMA-Factory": ({"rope_parameters": YARN, "max_position_embeddings": 256.0}, True, each(256)),
+    "LLaMA-Factory": (
+        {"rope_parameters": YARN, "max_position_embeddings": 256.0},
+        True,
+        # Strict readers stop at a window that is not a whole number.
+        each(256) | dict.fromkeys(("transformers ≥ 5", "vllm ≥ 0.30", "sglang 0.5", "llama.cpp 2026")),
+    ),
     # modelscope/ms-swift#5146: kind and factor only, and transformers takes the maximum as the original window.
     "ms-swift": (
         {"rope_parameters": {"type": "yarn", "factor": 4.0}},
