@@ -22,8 +22,10 @@ IGNORED_LABEL = -100
 _MASKS = ("assistant_masks", "completion_mask")
 # Columns that a collator reads, besides the inputs of the model. A trainer must not remove them.
 COLUMNS = ("seq_lengths", *_MASKS)
-# Bookkeeping columns of the frameworks, which are not model inputs and could not be stacked.
-_DROPPED = ("position_ids", "length", *COLUMNS)
+# Columns of the frameworks that describe a whole row.
+_OF_A_ROW = ("position_ids", "length", "seq_lengths")
+# Columns that are not model inputs and could not be stacked.
+_DROPPED = (*_OF_A_ROW, *_MASKS)
 # Columns with an entry per token in all frameworks; a column of another length could not be cut with the tokens.
 _PER_TOKEN = ("labels", "attention_mask", "token_type_ids", *_MASKS)
 
@@ -86,7 +88,7 @@ def _split(feature: Feature) -> list[Feature]:
             "its documents, whole numbers of at least 1 that add up to the row"
         )
     ends = np.cumsum(lengths).tolist()
-    own = {key: value for key, value in feature.items() if key not in ("position_ids", "length", "seq_lengths")}
+    own = {key: value for key, value in feature.items() if key not in _OF_A_ROW}
     return [
         {key: value[begin:end] if _per_token(value, size) else value for key, value in own.items()}
         for begin, end in zip([0, *ends[:-1]], ends, strict=True)
