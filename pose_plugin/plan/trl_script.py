@@ -7,10 +7,12 @@ The script is parsed, and the arguments of a few calls are read: `SFTConfig(…)
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.config import PoSESettings
 from pose_plugin.plan.config_reader import Inputs, from_values, lossy_bf16
 from pose_plugin.utils.errors import PoSEError
 
@@ -33,6 +35,15 @@ _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "bf16": ("bf16", True),
     "fp16": ("fp16", False),
 }
+# Words of errors about a YAML, and what a script has in their place.
+_IN_A_SCRIPT = {
+    rf"\bpose\.(?=(?:{'|'.join(PoSESettings.model_fields)})\b)": "",
+    r"\bsequence_len\b": "max_length",
+    r"\bsample_packing\b": "packing",
+    r"\bmicro_batch_size\b": "per_device_train_batch_size",
+    r"\bnum_epochs\b": "num_train_epochs",
+    r"\bthe YAML\b": "the script",
+}
 
 
 def from_script(path: str | Path, base: str | None = None, **given: Any) -> Inputs:
@@ -53,7 +64,13 @@ def inputs_of_script(text: str, name: str, base: str | None = None, **given: Any
     """Read the text of a TRL script; `name` stands for it in errors."""
     script = _Script(text, name)
     values = script.values()
-    inputs = from_values(values, base, **given)
+    try:
+        inputs = from_values(values, base, **given)
+    except PoSEError as error:
+        message = str(error)
+        for word, replacement in _IN_A_SCRIPT.items():
+            message = re.sub(word, replacement, message)
+        raise PoSEError(f"{name}: {message}") from None
     if values["deepspeed"]:
         return inputs  # its bf16 weights have a float32 copy, however the model was loaded
     dtype = script.dtype or str(inputs.config.get("dtype") or inputs.config.get("torch_dtype"))

@@ -207,6 +207,11 @@ def test_plan_reads_any_trl_script(folder, capsys):
         ("PoSECollator(", "Collator(", "PoSECollator"),
         ("TARGET = 512", "TARGET = 512\nSFTConfig()", "SFTConfig"),
         ("TARGET = 512", "TARGET = (", "s.py is not valid Python"),
+        (
+            "PoSECollator(",
+            "PoSECollator(train_length=128, tokenizer=",
+            "s.py: train_length=128 is longer than max_length=64",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_read(folder, old, new, message):
