@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from pose_plugin.plan.init_setup import Setup, one_line
 
-# How the script reads rows that have a key, up to the data set that TRL gets.
-_TEXTS = """\
-    data = load_dataset("json", data_files=DATA, split="train").select_columns(["text"])
-"""
-_TOKENS = """\
-    data = load_dataset("json", data_files=DATA, split="train")  # {input_ids}
-"""
-_INSTRUCTIONS = """\
-    data = load_dataset("json", data_files=DATA, split="train")
+# How the script turns rows that have a key into the data set that TRL gets.
+_ROWS = {
+    "text": """\
+    data = data.select_columns(["text"])
+""",
+    "input_ids": "",
+    "instruction": """\
     data = data.map(prompt_and_completion, remove_columns=data.column_names)
-"""
-_MESSAGES = """\
-    data = load_dataset("json", data_files=DATA, split="train")
+""",
+    "messages": """\
     data = data.select_columns([name for name in ("messages", "tools") if name in data.column_names])
-"""
-_CONVERSATIONS = """\
-    data = load_dataset("json", data_files=DATA, split="train")
+""",
+    "conversations": """\
     data = data.map(to_messages, remove_columns=data.column_names)
-"""
-_READ = {
-    "text": _TEXTS,
-    "input_ids": _TOKENS,
-    "instruction": _INSTRUCTIONS,
-    "messages": _MESSAGES,
-    "conversations": _CONVERSATIONS,
+""",
 }
 # TRL would cut longer conversations, and the last answers with them. Axolotl drops such rows, and so does the script.
 _DROP_LONG = """\
@@ -73,7 +63,7 @@ _FUNCTIONS = {"instruction": _PROMPT, "messages": _FITS, "conversations": _TO_ME
 
 def write(setup: Setup) -> str:
     """Return the script. Whatever the user gave is in it as a Python literal, or escaped in a comment."""
-    read = _READ[setup.row].format(input_ids=setup.reasons["input_ids"])
+    comment = f"  # {setup.reasons['input_ids']}" if setup.row == "input_ids" else ""
     return "".join(
         [
             _head(setup),
@@ -83,7 +73,8 @@ def write(setup: Setup) -> str:
             _FUNCTIONS.get(setup.row, ""),
             "\n" * 2 if setup.row in _FUNCTIONS else "\n",
             "with args.main_process_first():\n",
-            read,
+            f'    data = load_dataset("json", data_files=DATA, split="train"){comment}\n',
+            _ROWS[setup.row],
             _DROP_LONG if setup.chat else "",
             _model(setup),
             _trainer(setup),
