@@ -59,6 +59,18 @@ def test_imports_point_downwards():
     assert not upwards, "\n".join(upwards)
 
 
+def test_functions_are_short_and_take_few_arguments():
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                arguments = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+                if lines > 60 or arguments > 8:
+                    found.append(f"{file.name}:{node.lineno}: {node.name} has {lines} lines, {arguments} arguments")
+    assert not found, "\n".join(found)
+
+
 def test_benchmarks_and_examples_import_names_that_exist():
     """Some of them need a GPU or another engine, so that no test runs them."""
     missing = []
