@@ -27,7 +27,7 @@ class Signature(BaseModel):
     """What the stream was made with; see `Reading.signature`."""
 
     interval: Annotated[int, Field(ge=2)]
-    overlap: Annotated[int, Field(ge=0)] = 0  # a file of version 0.1 does not name it
+    overlap: Annotated[int, Field(ge=0)] = 0  # older files do not name it
     layout: Literal["v1", "v2"]
     mask: Literal[MASKS]  # type: ignore[valid-type]
     layers: Count

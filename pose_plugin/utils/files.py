@@ -290,7 +290,7 @@ def write_whole(file: Path, text: str) -> None:
 def _encoded(text: str) -> bytes:
     """Return the bytes of a text file.
 
-    A path may hold bytes that are no UTF-8. They become escapes such as \\udcfc, from which JSON gives the path again.
+    A path may hold bytes that are not UTF-8. They become escapes such as \\udcfc, from which JSON gives the path again.
     """
     return text.encode("utf-8", errors="backslashreplace")
 

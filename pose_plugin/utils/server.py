@@ -225,7 +225,7 @@ class Server:
         if "unordered_map::at" in said:
             return FailedError, (
                 f"--url {self.address}: llama.cpp cannot split text into tokens ({said}), because its GGUF file names "
-                "another kind of tokenizer than the model has. Convert the model again, with the tokenizer files that "
+                "another kind of tokenizer than the model has. Try to convert the model with the tokenizer files that "
                 "its authors published"
             )
         if status == 413 or (status in (400, 422, 500) and TOO_LONG.search(said)):

@@ -185,7 +185,7 @@ class Odd(Listening):
         ("wrong name", 2, "--model tiny"),
         ("loading", 2, "Loading model"),
         ("broken", 2, "no chat template"),
-        ("wrong tokenizer", 2, "Convert the model again"),
+        ("wrong tokenizer", 2, "tokenizer files"),
         ("slow", 2, "--timeout 0.1"),
     ],
 )
