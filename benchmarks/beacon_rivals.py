@@ -222,13 +222,14 @@ def beacons(setting: Setting, folder: Path, quick: bool) -> Reader:
     from peft import PeftModel
 
     if setting.name != "tiny":
-        folder = Path("outputs/beacon_smollm2/adapter")
+        import beacon_smollm2
+
+        model: Any = beacon_smollm2.restored(Path("outputs/beacon_smollm2"))[0]
+    else:
         if not folder.exists():
-            raise SystemExit(f"{folder} is missing: first run benchmarks/beacon_smollm2.py train")
-    elif not folder.exists():
-        steps, tokens = (2, 512) if quick else (training.KINDS["mixed"], training.STEP_TOKENS)
-        training.beacons(steps, SEED, tokens, "mixed")[0].save_pretrained(str(folder))
-    model: Any = PeftModel.from_pretrained(base(setting), str(folder)).eval()
+            steps, tokens = (2, 512) if quick else (training.KINDS["mixed"], training.STEP_TOKENS)
+            training.beacons(steps, SEED, tokens, "mixed")[0].save_pretrained(str(folder))
+        model = PeftModel.from_pretrained(base(setting), str(folder)).eval()
 
     def read(text: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
         memory = model.condense(text, ratio=(setting.context - 1) // (rows - 1))

@@ -122,13 +122,20 @@ def train(folder: Path, quick: bool) -> None:
 
 def judge(folder: Path, quick: bool) -> dict[str, Any]:
     """Compare own memory with another text's, and with the base that has none or a sliding window."""
-    model = beacons(*load(quick))
-    state, pieces = torch.load(folder / "checkpoint.pt"), judged(quick)
+    model, rows = restored(folder, quick)
+    pieces = judged(quick)
+    found = report({"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}, pieces)
+    return {"rows": rows, "readers": found} | compared("own memory", "another text's memory", found, GAIN)
+
+
+def restored(folder: Path, quick: bool = False) -> tuple[Any, int]:
+    """Return the beacons of the last checkpoint, and how many rows they have read."""
+    if not (folder / "checkpoint.pt").exists():
+        raise SystemExit(f"{folder} has no checkpoint.pt: first run benchmarks/beacon_smollm2.py train")
+    model, state = beacons(*load(quick)), torch.load(folder / "checkpoint.pt")
     for parameter, value in zip(trained(model), state["parameters"], strict=True):
         parameter.data.copy_(value)
-    model.eval()
-    found = report({"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}, pieces)
-    return {"rows": state["step"], "readers": found} | compared("own memory", "another text's memory", found, GAIN)
+    return model.eval(), state["step"]
 
 
 def compared(better: str, worse: str, found: dict[str, Any], least: float) -> dict[str, Any]:
