@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -281,6 +282,15 @@ def test_distances_in_no_row_get_one_warning(base):
     warnings = plan_of(base, pose={"target_length": 32768, "sampler": "none", "rope": "yarn"}, max_steps=2).warnings
     assert sum("are in no row" in each for each in warnings) == 1
     assert not any("will be in fewer than" in each for each in warnings)
+
+
+def test_rows_that_a_stretch_needs(base):
+    def few(steps):
+        return [each for each in plan_of(base, gpus=1, max_steps=steps).warnings if "will be in fewer than" in each]
+
+    needed = int(re.search(r"([\d,]+) rows would hold each of them in 100", few(20)[0])[1].replace(",", ""))
+    steps = math.ceil(needed / plan_of(base, gpus=1).rows_of_step)
+    assert few(steps - 1) and not few(steps)
 
 
 def test_warnings_of_the_rope_are_passed_on(tmp_path):
