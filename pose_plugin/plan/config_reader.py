@@ -13,6 +13,9 @@ from pose_plugin.config import PoSESettings
 from pose_plugin.frameworks.axolotl_settings import likely_mistakes, require_compatible, settings_of
 from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
+from pose_plugin.rope import rope_overrides
+from pose_plugin.rope.apply import merge_overrides
+from pose_plugin.rope.read import as_config, text_config
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.files import read_json
 from pose_plugin.utils.tables import counted
@@ -121,6 +124,7 @@ def from_values(
     if beacon is not None or cfg.get("beacon") is not None:
         _check_beacon(cfg, notes)
     settings, window = _settings(cfg)
+    config |= _overrides(cfg, config, settings)
     accumulate = number(cfg, "gradient_accumulation_steps", 1)
     run = replace(
         _method(cfg, notes),
@@ -159,6 +163,20 @@ def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
     if not window:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
     return settings, int(window)
+
+
+def _overrides(cfg: Mapping[str, Any], config: Mapping[str, Any], settings: PoSESettings | None) -> dict[str, Any]:
+    """Return what `overrides_of_model_config` changes in the base's config.
+
+    Raises:
+        PoSEError: it contradicts the `pose:` block, as in the run.
+    """
+    theirs = dict(block(cfg, "overrides_of_model_config"))
+    if settings is None or not theirs:
+        return theirs
+    ours = rope_overrides(text_config(as_config(config)), settings.target_length, settings.rope)
+    merged = merge_overrides(ours, theirs)
+    return {key: value for key, value in merged.items() if key not in ours}
 
 
 def _with_numbers(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -293,6 +293,19 @@ def test_rows_that_a_stretch_needs(base):
     assert few(steps - 1) and not few(steps)
 
 
+def test_overrides_of_the_models_config(base):
+    """They change the planned model, and contradict the `pose:` block as in the run."""
+    shorter = plan_of(base, overrides_of_model_config={"num_hidden_layers": 16, "max_position_embeddings": 32768})
+    assert as_dict(shorter)["parameters"]["all"] < as_dict(plan_of(base))["parameters"]["all"] * 0.6
+    for theirs, match in (
+        ({"max_position_embeddings": 16384}, "max_position_embeddings=16384 contradicts"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, r"rope_parameters.rope_theta=5.0 contradicts"),
+        ("long", "overrides_of_model_config='long'"),
+    ):
+        with pytest.raises(PoSEError, match=match):
+            plan_of(base, overrides_of_model_config=theirs)
+
+
 def test_warnings_of_the_rope_are_passed_on(tmp_path):
     sliding = {**LLAMA3_8B, "model_type": "mistral", "sliding_window": 40960, "max_position_embeddings": 32768}
     (tmp_path / "config.json").write_text(json.dumps(sliding))
