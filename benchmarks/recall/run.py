@@ -5,7 +5,7 @@
     python benchmarks/recall/run.py all --rope yarn-8                                    # to 65,536 tokens, on a GPU
     python benchmarks/recall/run.py state                                                # what is done
 
-Arms: no_skip, pose_skip, pose_window, clamped, full_length. Ropes: yarn-4, linear-4, yarn-8. Needs Axolotl.
+Arms: no_skip, pose_skip, pose_window, two_views, clamped, full_length. Ropes: yarn-4, linear-4, yarn-8. Needs Axolotl.
 Each finished run adds a row to results/recall_training.json. Judge the models with judge.py.
 """
 
@@ -34,6 +34,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "pose_skip": {"sampler": "pose", "content": "skip"},
     "pose_window": {"sampler": "pose", "content": "window"},
     "clamped": {"sampler": "clamped", "content": "window", "unskipped_ratio": 0.0, "target_margin": 0},
+    "two_views": {"sampler": "pose", "content": "window"},
     "full_length": {
         "sampler": "none",
         "content": "window",
@@ -42,6 +43,8 @@ ARMS: dict[str, dict[str, Any]] = {
         "train_length": data.LONG,
     },
 }
+PLUGINS = {"two_views": "recall.two_views.TwoViews"}
+"""What an arm needs besides its `pose:` block."""
 ROPES: dict[str, dict[str, Any]] = {
     "yarn-4": {"type": "yarn", "factor": 4},
     "linear-4": {"type": "linear", "factor": 4},
@@ -49,6 +52,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 ORDER = [
     *((arm, "yarn-4", seed) for seed in (1, 2, 3) for arm in ("pose_skip", "no_skip")),
+    ("two_views", "yarn-4", 1),
     *(("pose_window", "yarn-4", seed) for seed in (1, 2, 3)),
     ("clamped", "yarn-4", 1),
     *((arm, "linear-4", 1) for arm in ("no_skip", "pose_skip")),
@@ -139,6 +143,8 @@ def configured(work: Path, arm: str, rope: str, seed: int, steps: int) -> Path:
         "base_model": str(texts.FOLDER / "model"), "dataset_prepared_path": str(work / "prepared"),
         "output_dir": str(place), "seed": seed, "max_steps": steps,
     }  # fmt: skip
+    if arm in PLUGINS:
+        config["plugins"].append(PLUGINS[arm])
     if not torch.cuda.is_available():
         config["plugins"].append("recall.on_cpu.OnCPU")
     file = place.with_suffix(".yaml")

@@ -84,6 +84,31 @@ def test_every_run_is_one_that_the_plugin_takes(recall):
     assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
 
 
+def test_the_second_view_pulls_labelled_tokens_to_plain_positions(recall):
+    import torch
+
+    pytest.importorskip("axolotl")
+    from tests.models import make_base, make_ids
+
+    views, model, ids = recall("two_views"), make_base(), make_ids(12)
+    labels = torch.where(torch.arange(12) < 8, -100, ids)
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    plain, far = torch.arange(12)[None], torch.tensor([[*range(6), *range(40, 46)]])
+
+    def pulled(places):
+        return views.pull(model, inputs, model(input_ids=ids, position_ids=places).logits)
+
+    assert pulled(plain).item() == pytest.approx(0, abs=1e-6)
+    found = pulled(far)
+    with torch.no_grad():
+        teacher, student = (model(input_ids=ids, position_ids=p).logits[0, 7:-1].softmax(-1) for p in (plain, far))
+    assert found.item() == pytest.approx((teacher * (teacher / student).log()).sum(-1).mean().item(), rel=1e-3)
+    # The gradient is the student's: for logits, its probabilities minus the teacher's.
+    logits = student.log().requires_grad_()
+    views.divergence(logits, teacher.log()).backward()
+    assert torch.allclose(logits.grad, (student - teacher) / len(student), atol=1e-6)
+
+
 def test_a_torn_checkpoint_is_not_gone_on_from(recall, tmp_path):
     run = recall("run")
     for step, file in ((50, "trainer_state.json"), (100, "optimizer.pt")):
