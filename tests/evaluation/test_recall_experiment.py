@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -150,3 +151,36 @@ def test_the_gpu_script_calls_the_commands_in_order_and_stops_at_its_limit(tmp_p
     ]
     done = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("stopped after 0 s")
+
+
+def test_short_training_loses_a_window_by_the_criterion_that_was_fixed(recall, monkeypatch):
+    keep = importlib.import_module("keep")
+
+    def row(model, text, shares):
+        near, far = (
+            [[f"f{i}", "1234", place, "", i < share * 10] for i in range(10)] for place, share in shares.items()
+        )
+        return {"model": model, "text": text, "start": 0, "answers": near + far}
+
+    def rows(*far):
+        return [row("base", t, {100: 1.0, 5000: 0.9}) for t in "ab"] + [
+            row("plain", t, {100: 0.0, 5000: each}) for t, each in zip("ab", far, strict=True)
+        ]
+
+    for far, lost in (((0.7, 0.7), True), ((0.8, 0.8), False), ((0.0, 0.9), False), ((0.9, 0.9), False)):
+        monkeypatch.setattr(keep, "load_rows", lambda path, far=far: rows(*far))
+        assert keep.lost("base", "plain") is lost, far
+
+
+@pytest.mark.parametrize("arm", ["plain", "pose"])
+def test_the_runs_that_keep_a_window_are_ones_that_the_plugin_takes(recall, arm, monkeypatch, tmp_path):
+    import yaml
+
+    from pose_plugin.frameworks.axolotl_settings import settings_of
+
+    keep = importlib.import_module("keep")
+    monkeypatch.setattr(keep, "write_plays", lambda path, seed: None)
+    values = yaml.safe_load(keep.configured(tmp_path / "run", arm, "3e-4", 1).read_text(encoding="utf-8"))
+    settings = settings_of(values)
+    assert (settings.target_length, settings.train_length, settings.rope.type) == (8192, 512, "none")
+    assert values["max_steps"] * values["micro_batch_size"] == 512 and "adapter" not in values
