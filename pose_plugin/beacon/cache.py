@@ -218,18 +218,21 @@ class BeaconCache(PlainCache):
         while rows and left > 0:
             rows -= 1
             left -= source.tail[rows] == RAW
+        while rows and source.tail[rows - 1] != RAW:  # a beacon is read with the token that follows it
+            rows -= 1
         if left:
             raw = source.pending + self.tokens - source.tokens
             raise PoSEError(
                 f"cache: {count} tokens cannot be removed, only the last {raw} are still raw. Take a copy() before "
                 "reading the tokens"
             )
-        self.pieces, self.ratios, self.open_ratio = source.pieces, source.ratios, source.open_ratio
-        self.overlap = source.overlap
-        self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open]
+        self.pieces, self.ratios, self.overlap = source.pieces, source.ratios, source.overlap
+        # As after `close`, if no row is left: `save` describes what it finds.
+        self.open = [(k[:, :, :rows], v[:, :, :rows]) for k, v in source.open if rows]
+        self.open_ratio = source.open_ratio if rows else None
         self.tail = source.tail[:rows]
         self.tokens -= count
-        self.text = source.text[:, : self.tokens] if source.text is not None else None
+        self.text = source.text[:, : self.tokens] if source.text is not None and self.tokens else None
         self.before = None
 
     def copy(self) -> BeaconCache:

@@ -309,6 +309,24 @@ def test_removing_tokens():
 
 @pytest.mark.parametrize("layout", ["v1", "v2"])
 @torch.no_grad()
+def test_a_context_is_saved_after_removing_tokens(layout, tmp_path):
+    """Down to an interval's border no open row is left; after 18 tokens, the last row of v2 would be a beacon."""
+    model, ids, path = make_beacon(layout=layout, ratio=2, overlap=3), make_ids(30), tmp_path / "c.safetensors"
+    expected = model(ids).logits
+    for read, kept in ((20, 16), (19, 18)):
+        context = model.condense(ids[:, :read])
+        context.crop(kept - read)
+        context.save(path)
+        for given in (context, BeaconCache.load(path)):
+            assert (given.tokens, given.pending) == (kept, kept - 16)
+            assert (model(ids[:, kept:], context=given).logits - expected[:, kept:]).abs().max() <= 1e-4
+    raw = model.condense(ids[:, :4], ratio="adapt")
+    raw.crop(-4)  # nothing is left, so another number of rows may follow
+    assert model(make_ids(20, rows=2), past_key_values=raw).logits.shape[0] == 2
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+@torch.no_grad()
 def test_removing_tokens_past_an_interval_border(layout):
     """With `undoes`, the interval condensed last is kept, so that crop can reach past its end."""
     model, ids = make_beacon(layout=layout), make_ids(40)
