@@ -72,7 +72,7 @@ def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modul
     """Return which layers rotate their keys, measured on the model itself.
 
     A single token attends only to itself, so its hidden states are the same at every position, and its keys differ only
-    by the rotation. They are read at two positions; `rotate` must turn one into the other.
+    by the rotation. Some tokens are read at two positions; `rotate` must turn one into the other.
 
     Args:
         call: the model's forward.
@@ -115,7 +115,8 @@ def rotating_layers(call: Callable[..., Any], cache_key: str, rotary: Any, modul
 def _keys_at(call: Callable[..., Any], cache_key: str, place: int, device: torch.device) -> dict[int, torch.Tensor]:
     view = IntervalView(Pass(0, (), (RAW,), Scheme(1)), [])
     call(
-        input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
+        # Several tokens, since one may be a padding token, with an embedding of zeros and so with keys of zeros.
+        input_ids=torch.arange(8, device=device)[:, None],
         position_ids=torch.tensor([[place]], device=device),
         use_cache=False,
         **{cache_key: view},

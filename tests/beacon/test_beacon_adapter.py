@@ -382,6 +382,7 @@ def test_rotation_in_another_convention_is_refused(monkeypatch):
 
     monkeypatch.setattr(modeling_llama, "rotate_half", pairs)
     model = make_beacon()
+    model.get_input_embeddings().weight.data[0] = 0  # as that of a padding token; its keys are then zero
     model(make_ids(8))  # nothing is moved yet
     with pytest.raises(PoSEError, match="layer 0 rotates keys in a way that cannot be moved"):
         model(make_ids(9))
