@@ -110,7 +110,7 @@ class Reading:
             cache: the stream so far.
             tokens: new tokens.
             ratio: a policy for this call; None uses that of `condensing(…)`, or the configuration.
-            headroom: tokens still to come after them, at least the configured headroom.
+            headroom: tokens still to come after them; in a stream that begins, at least the configured headroom.
             carries: whether the caller continues the cache. Otherwise nothing follows, and a text that is read raw
                 needs no headroom.
 
@@ -125,13 +125,15 @@ class Reading:
         if adaptive and cache.can_stay_raw and self.window.holds_raw(cache.tokens + tokens + free):
             return None
         state, tokens = self._start(cache, tokens)
+        if headroom is None or state == EMPTY:
+            headroom = max(config.headroom, headroom or 0)
         return ratios.plan(
             self.window,
             policy,
             tokens,
             state,
             config.ratios,
-            headroom=max(config.headroom, headroom or 0),
+            headroom=headroom,
             rng=self._generator if self._trains else None,
         )
 
@@ -163,12 +165,14 @@ class Reading:
         if first is None or room < 2:  # the last token is never read
             return
         later, window = self._policy(ratio), self.window
+        read = room - 1
         if isinstance(later, list):
             later = later[-1]
         elif later == ratios.ADAPT:
-            later = max(self.active_config.ratios)  # it takes smaller ones only while these fit
+            # It takes smaller ones only while these leave room for all new tokens, the last one included.
+            later, read = max(self.active_config.ratios), room
         state, tokens = self._start(cache, tokens)
-        condensed, last = intervals(tokens + room - 1, window.interval, state.pending)
+        condensed, last = intervals(tokens + read, window.interval, state.pending)
         whole = first + [later] * (condensed + window.interleaved - len(first))
         if not fits(window, whole, last, state.memory):
             raise PoSEError(

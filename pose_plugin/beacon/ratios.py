@@ -66,9 +66,12 @@ class BeaconWindow:
         return tokens <= self.size
 
     def capacity(self, ratio: int, memory: int = 0) -> int:
-        """Return how many tokens a stream at one ratio can hold: (L − l − t − m)·α + l."""
-        own = self.beacons(ratio) if self.interleaved else 0
-        return max(0, self.size - self.interval - self.overlap - own - memory) * ratio + self.interval
+        """Return how many tokens fit behind `memory` beacons at one ratio: (L − l − t − m)·α + l, or a few more."""
+        condensed = 0
+        while self.can_condense(memory, ratio):
+            condensed, memory = condensed + 1, memory + self.beacons(ratio)
+        last = next((n for n in range(self.interval, 0, -1) if self.can_end(memory, n, ratio)), 0)
+        return condensed * self.interval + last
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,10 @@ def adapt(
     headroom: int = 1024,
     state: StreamState = EMPTY,
 ) -> int:
-    """Return the smallest ratio with (L − l − t − m)·α + l ≥ uncondensed tokens + headroom.
+    """Return the smallest ratio with a capacity of all uncondensed tokens and the headroom.
 
     Headroom is reserved at the beginning of a stream, and used up by what follows. So in a stream that has begun, if no
-    ratio keeps the headroom free, the smallest ratio that fits is returned.
+    ratio keeps the headroom free, the largest is returned, with which the stream can go on longest.
 
     Args:
         window: the sizes.
@@ -143,17 +146,19 @@ def adapt(
     Raises:
         PoSEError: no candidate fits.
     """
-    tokens, memory = tokens + state.pending, state.memory
-    condensed, last = intervals(tokens, window.interval)
-    if not condensed:  # the ratio of an interleaved open interval, which may never be condensed
-        return max(min(candidates), state.at_least)
-    usable = sorted(candidate for candidate in candidates if candidate >= state.at_least) or [max(candidates)]
-    for free in (headroom, 0) if memory else (headroom,):
-        for ratio in usable:
-            if window.capacity(ratio, memory) < tokens + free:
-                continue
-            if fits(window, [ratio] * (condensed + window.interleaved), last, memory):
-                return ratio
+    tokens, memory, at_least = tokens + state.pending, state.memory, state.at_least
+    if window.interleaved and state.pending and state.open_ratio is not None and tokens > window.interval:
+        # The open interval keeps the ratio that it has begun with; what follows it is still free.
+        memory, tokens = memory + window.beacons(state.open_ratio), tokens - window.interval
+        at_least = max(at_least, state.open_ratio)
+    usable = sorted(candidate for candidate in candidates if candidate >= at_least) or [max(candidates)]
+    for ratio in usable:
+        if window.capacity(ratio, memory) >= tokens + headroom:
+            return ratio
+    # Interleaved, a first interval takes a ratio too, but may never be condensed.
+    may_end = state != EMPTY or tokens <= window.interval
+    if may_end and window.capacity(usable[-1], memory) >= tokens:
+        return usable[-1]
     most = max(candidates)
     raise PoSEError(
         f"ratio: adapt finds no ratio for {tokens} tokens and a headroom of {headroom} behind {memory} beacons. The "

@@ -61,7 +61,7 @@ def test_fit_to_the_position():
     assert fits(BeaconWindow(7, 4, overlap=4), [4], 2)  # no overlap before the first interval: 4 ≤ 6, 1 + 4 + 2 ≤ 7
     assert not fits(BeaconWindow(7, 4, overlap=4), [4], 3)
     llama = BeaconWindow(4096, 1024, overlap=64)
-    assert llama.capacity(8) == (4096 - 1024 - 64) * 8 + 1024
+    assert llama.capacity(8) == 24 * 1024 + 960  # 24 · 128 beacons, 64 and 960 tokens
     assert adapt(llama, llama.capacity(8), headroom=0) == 8
     assert adapt(llama, llama.capacity(8) + 1, headroom=0) == 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -69,6 +70,25 @@ def test_adapt_uses_the_headroom_of_a_stream_that_has_begun():
     assert adapt(LLAMA, 2048, state=StreamState(memory=3064)) == 128
     with pytest.raises(PoSEError, match="behind 3072 beacons"):
         adapt(LLAMA, 1025, state=StreamState(memory=3072))
+
+
+def test_adapt_counts_the_open_interval_with_the_ratio_that_it_has_begun_with():
+    """Behind its 6 beacons and 3 raw tokens, 12 tokens and their beacons fill the window of 24 at ratio 4, not at 3."""
+    window = BeaconWindow(24, 12, interleaved=True, overlap=3)
+    begun = StreamState(pending=11, open_ratio=2)
+    assert plan(window, "adapt", 14, begun, (2, 3, 4, 6), headroom=0) == [2, 4, 4]
+    assert plan(window, "adapt", 14, StreamState(pending=11, open_ratio=6), (2, 6), headroom=0) == [6, 6, 6]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_capacity_is_what_fits_to_the_token(interleaved):
+    for size, interval, overlap, memory in itertools.product((17, 30, 43), (4, 8), (0, 3), (0, 4)):
+        window = BeaconWindow(size, interval, interleaved, overlap)
+        for ratio in (2, 4):
+            most = window.capacity(ratio, memory)
+            for tokens, expected in ((most, True), (most + 1, False)):
+                condensed, last = intervals(tokens, interval)
+                assert fits(window, [ratio] * (condensed + interleaved), last, memory) is expected
 
 
 def test_a_full_window_raises():

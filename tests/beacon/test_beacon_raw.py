@@ -143,6 +143,22 @@ def test_what_may_be_generated_must_fit_before_anything_is_generated():
         model.generate(make_ids(20), max_new_tokens=38, ratio=2, **GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("changes", "prompt", "new"),
+    [
+        ({"window": 18, "overlap": 3, "headroom": 60}, 2, 14),  # more headroom than the window can keep free
+        ({"window": 25, "interval": 12, "ratios": [4], "layout": "v2", "headroom": 60}, 6, 36),
+        ({"window": 30, "ratios": [2, 4], "layout": "v2"}, 2, 81),  # an open interval keeps the ratio it has begun with
+    ],
+)
+def test_what_adapt_has_accepted_is_generated_to_its_end(changes, prompt, new):
+    model = make_beacon(**{"ratio": "adapt", "ratios": [2, 4, 8], **changes})
+    cache = BeaconCache()
+    answer = model.generate(make_ids(prompt), past_key_values=cache, max_new_tokens=new, **GREEDY)
+    assert answer.shape[1] == prompt + new
+    assert cache.ratios == sorted(cache.ratios)  # it never returns to a smaller one
+
+
 @torch.no_grad()
 def test_a_context_is_not_changed_and_the_old_word_is_refused():
     model, ids = make_beacon(), make_ids(6, seed=2)
