@@ -110,7 +110,7 @@ class Reading:
             cache: the stream so far.
             tokens: new tokens.
             ratio: a policy for this call; None uses that of `condensing(…)`, or the configuration.
-            headroom: tokens still to come after them; in a stream that begins, at least the configured headroom.
+            headroom: tokens still to come after them; if a cache begins, at least the configured headroom.
             carries: whether the caller continues the cache. Otherwise nothing follows, and a text that is read raw
                 needs no headroom.
 
@@ -125,7 +125,8 @@ class Reading:
         if adaptive and cache.can_stay_raw and self.window.holds_raw(cache.tokens + tokens + free):
             return None
         state, tokens = self._start(cache, tokens)
-        if headroom is None or state == EMPTY:
+        # Without a cache, a text that grows is read again each time, and what is still to come gets less.
+        if headroom is None or (carries and state == EMPTY):
             headroom = max(config.headroom, headroom or 0)
         return ratios.plan(
             self.window,

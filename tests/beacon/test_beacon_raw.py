@@ -159,6 +159,14 @@ def test_what_adapt_has_accepted_is_generated_to_its_end(changes, prompt, new):
     assert cache.ratios == sorted(cache.ratios)  # it never returns to a smaller one
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generating_without_a_cache_keeps_the_ratio(layout):
+    """Each token is read with the whole text; what was kept free for it must not be kept free again behind it."""
+    model, ids = make_beacon(layout=layout, headroom=40, **WINDOW), make_ids(14)
+    cached = model.generate(ids, max_new_tokens=11, **GREEDY)
+    assert torch.equal(model.generate(ids, max_new_tokens=11, use_cache=False, **GREEDY), cached)
+
+
 @torch.no_grad()
 def test_a_context_is_not_changed_and_the_old_word_is_refused():
     model, ids = make_beacon(), make_ids(6, seed=2)
