@@ -54,10 +54,11 @@ def resolve_window(config: BeaconConfig, model_config: Any, rotary: Any) -> int:
                     f"window: {window} is more than {key}, {limit}; give window: {limit} or less"
                     + (", or extend the model's context first" if key == "max_position_embeddings" else "")
                 )
-    if config.interval + config.overlap + 1 > window:
-        overlap = f" with overlap {config.overlap}" if config.overlap else ""
+    if config.interval + config.overlap + config.sinks + 1 > window:
+        kept = [f"{key} {getattr(config, key)}" for key in ("overlap", "sinks") if getattr(config, key)]
+        others = f" with {' and '.join(kept)}" if kept else ""
         raise PoSEError(
-            f"interval: {config.interval}{overlap} leaves no room for memory in window {window}; give an interval of "
+            f"interval: {config.interval}{others} leaves no room for memory in window {window}; give an interval of "
             f"at most {max(1, window // 2)}"
         )
     return window

@@ -32,6 +32,8 @@ class BeaconConfig(PeftConfig):
         overlap: t, last tokens of each condensed interval that the next interval also sees uncondensed, so that its
             first tokens have raw tokens before them. They take t positions of the window from the memory. The published
             v1 code does something similar with a stride below its interval.
+        sinks: first tokens of a text that stay in memory uncondensed. Pretrained models put much of their attention on
+            them (StreamingLLM, arXiv 2309.17453), and read badly without them.
         ratio: outside training: "adapt" (the smallest ratio that fits) or a number.
         train_ratio: in training: "random" (drawn per interval), "instance" (drawn per text), "adapt", or a number.
         ratios: candidates of "adapt" and of the draws. Each divides the interval.
@@ -57,6 +59,7 @@ class BeaconConfig(PeftConfig):
     overlap: int = field(
         default=0, metadata={"help": "Last tokens of each interval that the next one still sees uncondensed."}
     )
+    sinks: int = field(default=0, metadata={"help": "First tokens of a text that stay in memory uncondensed."})
     ratio: int | str = field(
         default=ADAPT, metadata={"help": "Outside training: adapt (the smallest that fits) or a number."}
     )
@@ -97,17 +100,18 @@ class BeaconConfig(PeftConfig):
         self._check_choices()
 
     def _check_numbers(self) -> None:
-        least = {"interval": 2, "overlap": 0, "headroom": 0, "rank": 0, "seed": 0}
+        least = {"interval": 2, "overlap": 0, "sinks": 0, "headroom": 0, "rank": 0, "seed": 0}
         if self.window is not None:
-            least["window"] = self.interval + self.overlap + 1
+            least["window"] = self.interval + self.overlap + self.sinks + 1
         if self.gradient_intervals is not None:
             least["gradient_intervals"] = 1
         for key, smallest in least.items():
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 raise PoSEError(f"{key}: {value!r} must be a whole number ≥ {smallest}")
-        if self.overlap > self.interval:
-            raise PoSEError(f"overlap: {self.overlap} is more than the interval of {self.interval} tokens")
+        for key in ("overlap", "sinks"):
+            if getattr(self, key) > self.interval:
+                raise PoSEError(f"{key}: {getattr(self, key)} is more than the interval of {self.interval} tokens")
 
     def _check_ratios(self) -> None:
         given = list(self.ratios)
@@ -165,11 +169,11 @@ class BeaconConfig(PeftConfig):
     @property
     def scheme(self) -> Scheme:
         """Where beacons are and what they see."""
-        return Scheme(self.interval, self.mask, self.interleaved, self.attend_previous, self.overlap)
+        return Scheme(self.interval, self.mask, self.interleaved, self.attend_previous, self.overlap, self.sinks)
 
     def sizes(self, window: int) -> BeaconWindow:
         """Return the window arithmetic for a resolved window size."""
-        return BeaconWindow(window, self.interval, self.interleaved, self.overlap)
+        return BeaconWindow(window, self.interval, self.interleaved, self.overlap, self.sinks)
 
 
 def _one_of(key: str, value: object, names: tuple[str, ...], also: str = "") -> None:

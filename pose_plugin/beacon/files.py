@@ -27,7 +27,8 @@ class Signature(BaseModel):
     """What the stream was made with; see `Reading.signature`."""
 
     interval: Annotated[int, Field(ge=2)]
-    overlap: Annotated[int, Field(ge=0)] = 0  # older files do not name it
+    overlap: Annotated[int, Field(ge=0)] = 0  # older files name neither of these
+    sinks: Annotated[int, Field(ge=0)] = 0
     layout: Literal["v1", "v2"]
     mask: Literal[MASKS]  # type: ignore[valid-type]
     layers: Count
@@ -60,8 +61,9 @@ class Description(BaseModel):
 
     @property
     def memory(self) -> int:
-        """Beacons in memory."""
-        return sum(self.signature.interval // ratio for ratio in self.ratios)
+        """Rows in memory: sinks and beacons."""
+        beacons = sum(self.signature.interval // ratio for ratio in self.ratios)
+        return self.signature.sinks + beacons if self.ratios else 0
 
 
 def save(cache: Any, path: str | Path) -> None:

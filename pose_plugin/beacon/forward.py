@@ -337,6 +337,7 @@ class Reading:
         return {
             "interval": config.interval,
             "overlap": config.overlap,
+            "sinks": config.sinks,
             "layout": config.layout,
             "mask": config.mask,
             "layers": int(text.num_hidden_layers),

@@ -33,6 +33,7 @@ class Scheme:
         interleaved: whether beacons are between the raw tokens instead of behind them.
         attend_previous: whether beacons see the memory and the overlap.
         overlap: t, last raw tokens of each condensed interval that the next one sees too.
+        sinks: first raw tokens of the text that stay in memory, before all beacons.
     """
 
     interval: int
@@ -40,6 +41,7 @@ class Scheme:
     interleaved: bool = False
     attend_previous: bool = True
     overlap: int = 0
+    sinks: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Pass:
     """The rows that one forward of the model reads.
 
     Args:
-        memory: m, beacons of earlier intervals, at positions 0…m−1.
+        memory: m, sinks and beacons of earlier intervals, at positions 0…m−1.
         tail: kind of each cached row of this interval: RAW, or a beacon's number 1…k.
         rows: kind of each row of this pass.
         scheme: see `Scheme`.
@@ -69,6 +71,11 @@ class Pass:
     def start(self) -> int:
         """Window position of the interval's first row: the rows before it, memory and overlap."""
         return self.memory + self.overlap
+
+    @property
+    def sinks(self) -> int:
+        """Raw rows of this interval that stay in memory when it closes: the first ones of the text."""
+        return 0 if self.memory else self.scheme.sinks
 
     @cached_property
     def raw(self) -> int:
@@ -195,14 +202,19 @@ def _seen_in_interval(
 
 
 def moves(given: Pass) -> tuple[list[int], list[int]]:
-    """Return (index in tail + rows, shift) of each beacon of a closing pass.
+    """Return (index in tail + rows, shift) of each row of a closing pass that goes to memory: sinks, then beacons.
 
-    Memory is always at 0…m−1, so beacon b moves to slot m + b − 1. The shift is new − old position.
+    Memory is always at 0…m−1, so with s sinks beacon b moves to slot m + s + b − 1. The shift is new − old position.
     """
     kinds = given.tail + given.rows
-    index = [at for at, kind in enumerate(kinds) if kind != RAW]
-    old = [given.start + at if given.scheme.interleaved else _beacon_position(given, kinds[at]) for at in index]
-    return index, [given.memory + kinds[at] - 1 - place for at, place in zip(index, old, strict=True)]
+    raw = [at for at, kind in enumerate(kinds) if kind == RAW]
+    beacons = [at for at, kind in enumerate(kinds) if kind != RAW]
+    index = raw[: given.sinks] + beacons
+    if given.scheme.interleaved:
+        old = [given.start + at for at in index]
+    else:
+        old = [*range(given.sinks), *(_beacon_position(given, kinds[at]) for at in beacons)]
+    return index, [given.memory + slot - place for slot, place in enumerate(old)]
 
 
 def overlapping(given: Pass) -> tuple[list[int], list[int]]:
@@ -211,8 +223,8 @@ def overlapping(given: Pass) -> tuple[list[int], list[int]]:
     They are the last t, and move to the positions behind the memory, which then includes this interval's beacons.
     """
     raw = [at for at, kind in enumerate(given.tail + given.rows) if kind == RAW]
-    beacons = len(given.tail) + len(given.rows) - len(raw)
+    memory = given.memory + given.sinks + len(given.tail) + len(given.rows) - len(raw)
     first = len(raw) - given.scheme.overlap
     # Beacons take positions of their own only in the interleaved layout.
     old = raw if given.scheme.interleaved else range(len(raw))
-    return raw[first:], [given.memory + beacons + at - first - given.start - old[at] for at in range(first, len(raw))]
+    return raw[first:], [memory + at - first - given.start - old[at] for at in range(first, len(raw))]

@@ -32,16 +32,22 @@ class BeaconWindow:
         interval: l, raw tokens that are condensed together.
         interleaved: whether beacons are between the raw tokens and so take positions as well.
         overlap: t, raw tokens of a condensed interval that stay in the window behind the memory.
+        sinks: first raw tokens of a text, which stay in memory.
     """
 
     size: int
     interval: int
     interleaved: bool = False
     overlap: int = 0
+    sinks: int = 0
 
     def beacons(self, ratio: int) -> int:
         """Return k, the beacons of a full interval."""
         return self.interval // ratio
+
+    def after(self, memory: int, ratio: int) -> int:
+        """Return the rows of memory after one more interval; the first one adds the sinks."""
+        return (memory or self.sinks) + self.beacons(ratio)
 
     def can_condense(self, memory: int, ratio: int) -> bool:
         """Return whether a full interval and its beacons fit behind `memory` beacons.
@@ -69,7 +75,7 @@ class BeaconWindow:
         """Return how many tokens fit behind `memory` beacons at one ratio: (L − l − t − m)·α + l, or a few more."""
         condensed = 0
         while self.can_condense(memory, ratio):
-            condensed, memory = condensed + 1, memory + self.beacons(ratio)
+            condensed, memory = condensed + 1, self.after(memory, ratio)
         last = next((n for n in range(self.interval, 0, -1) if self.can_end(memory, n, ratio)), 0)
         return condensed * self.interval + last
 
@@ -79,7 +85,7 @@ class StreamState:
     """How far a stream has been read; the default is an empty stream.
 
     Args:
-        memory: m, beacons in memory.
+        memory: m, sinks and beacons in memory.
         pending: raw tokens of the open interval.
         open_ratio: the ratio that an interleaved open interval has begun with.
         at_least: ratio of the last condensed interval; "adapt" does not return to a smaller one.
@@ -120,7 +126,7 @@ def fits(window: BeaconWindow, ratios: Sequence[int], last: int, memory: int = 0
     for ratio in closing:
         if not window.can_condense(memory, ratio):
             return False
-        memory += window.beacons(ratio)
+        memory = window.after(memory, ratio)
     return window.can_end(memory, last, open_ratio)
 
 
@@ -149,7 +155,7 @@ def adapt(
     tokens, memory, at_least = tokens + state.pending, state.memory, state.at_least
     if window.interleaved and state.pending and state.open_ratio is not None and tokens > window.interval:
         # The open interval keeps the ratio that it has begun with; what follows it is still free.
-        memory, tokens = memory + window.beacons(state.open_ratio), tokens - window.interval
+        memory, tokens = window.after(memory, state.open_ratio), tokens - window.interval
         at_least = max(at_least, state.open_ratio)
     usable = sorted(candidate for candidate in candidates if candidate >= at_least) or [max(candidates)]
     for ratio in usable:
@@ -284,7 +290,7 @@ def plan(
     elif policy == ADAPT:
         chosen = [adapt(window, tokens, candidates, headroom, state)] * count
     elif isinstance(policy, str):
-        memory = state.memory + (window.beacons(begun[0]) if begun and condensed else 0)
+        memory = window.after(state.memory, begun[0]) if begun and condensed else state.memory
         own = _training_generator(window, policy, rng)
         chosen = draw(window, count, last, candidates, own, memory, same=policy == INSTANCE)
     else:
@@ -311,11 +317,12 @@ def _check_fit(window: BeaconWindow, ratios: list[int], last: int, memory: int) 
     if fits(window, ratios if ratios or not window.interleaved else [window.interval], last, memory):
         return
     closing = ratios[: len(ratios) - 1] if window.interleaved else ratios
-    total = memory + sum(window.beacons(ratio) for ratio in closing)
+    for ratio in closing:
+        memory = window.after(memory, ratio)
     raise PoSEError(
-        f"window: {window.size} positions are full: {total} beacons (ratios {_short(closing)}) and {last} raw tokens "
-        f"with interval {window.interval} do not fit. Use a larger ratio from the start (ratio='adapt' chooses by "
-        "length, headroom keeps room for generated tokens), a larger window, or a new cache"
+        f"window: {window.size} positions are full: {memory} rows of memory (ratios {_short(closing)}) and {last} raw "
+        f"tokens with interval {window.interval} do not fit. Use a larger ratio from the start (ratio='adapt' chooses "
+        "by length, headroom keeps room for generated tokens), a larger window, or a new cache"
     )
 
 

@@ -151,4 +151,4 @@ def _beacons(settings: Any, sizes: Any, condensed: int, raw: int, text: int) -> 
     if settings.train_ratio == INSTANCE:
         return fewest, condensed * sizes.beacons(min(ratios))
     # Mixed ratios can fill the window up to the raw tokens.
-    return fewest, min(condensed * sizes.beacons(min(settings.ratios)), sizes.size - raw)
+    return fewest, min(condensed * sizes.beacons(min(settings.ratios)), sizes.size - raw - sizes.sinks)

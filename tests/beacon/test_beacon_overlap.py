@@ -1,4 +1,4 @@
-"""Overlap: the last raw tokens of each condensed interval, which the next interval sees too."""
+"""Raw tokens that stay: the overlap (the last of each condensed interval) and the sinks (the first of the text)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.models import BEACON_ROPES, make_base, make_beacon, make_ids
 R = RAW
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYOUTS = pytest.mark.parametrize("layout", ["v1", "v2"])
+KEPT = pytest.mark.parametrize("kept", [{"overlap": 3}, {"sinks": 2}, {"overlap": 3, "sinks": 2}], ids=str)
 
 
 def test_tables_by_hand():
@@ -52,6 +53,20 @@ def test_tables_of_interleaved_rows():
     assert overlapping(given) == ([3, 4], [3 - 6, 4 - 7])
 
 
+def test_tables_of_sinks():
+    """Interval 4, ratio 2, one sink: it stays at 0, beacons go behind it, and only the first interval has it."""
+    first = lay_out(0, (), 4, Scheme(4, sinks=1, overlap=2), ratio=2, closing=True)
+    assert moves(first) == ([0, 4, 5], [0, 1 - 2, 2 - 4])
+    assert overlapping(first) == ([2, 3], [3 - 2, 4 - 3])
+    second = lay_out(3, (), 4, Scheme(4, sinks=1, overlap=2), ratio=2, closing=True, overlap=2)
+    assert moves(second) == moves(lay_out(3, (), 4, Scheme(4, overlap=2), ratio=2, closing=True, overlap=2))
+    mixed = lay_out(0, (), 4, Scheme(4, interleaved=True, sinks=3), ratio=2, closing=True)
+    assert mixed.rows == (R, R, 1, R, R, 2)
+    # The third token is behind the first beacon, and goes before it.
+    assert moves(mixed) == ([0, 1, 3, 2, 5], [0, 0, 2 - 3, 3 - 2, 4 - 5])
+    assert BeaconWindow(64, 4, sinks=3).after(0, 2) == 5 and BeaconWindow(64, 4, sinks=3).after(5, 2) == 7
+
+
 def test_fit_to_the_position():
     """m + t + l ≤ L − 1 before an interval that condenses, m + t + n ≤ L for the last. L = 13, l = 4, t = 2."""
     window = BeaconWindow(13, 4, overlap=2)
@@ -66,19 +81,21 @@ def test_fit_to_the_position():
     assert adapt(llama, llama.capacity(8) + 1, headroom=0) == 16
 
 
+@KEPT
 @LAYOUTS
 @torch.no_grad()
-def test_the_cache_never_exceeds_the_window(layout):
-    model = make_beacon(layout=layout, window=32, interval=16, overlap=3, ratios=[2, 4, 8, 16], ratio=16)
+def test_the_cache_never_exceeds_the_window(layout, kept):
+    model = make_beacon(layout=layout, window=32, interval=16, ratios=[2, 4, 8, 16], ratio=16, **kept)
     cache, rows = BeaconCache(), []
-    ids = make_ids(16 * 13)
+    ids = make_ids(16 * 11)
     for start in range(0, ids.shape[1], 13):
         model(ids[:, start : start + 13], past_key_values=cache, logits_to_keep=1)
         rows.append(cache.len_memory + cache.len_overlap + cache.len_tail)
         assert cache.nbytes() == rows[-1] * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, fp32
     assert max(rows) <= 32
+    assert cache.len_memory == kept.get("sinks", 0) + len(cache.ratios)
     with pytest.raises(PoSEError, match="window: 32 positions are full"):
-        model(make_ids(48), past_key_values=cache)
+        model(make_ids(80), past_key_values=cache)
 
 
 @pytest.mark.parametrize("rope", BEACON_ROPES)
@@ -96,12 +113,28 @@ def test_overlapping_keys_are_the_bases_keys_behind_the_memory(rope, layout):
     assert (cache.overlap[0][1] - past.layers[0].values).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("rope", BEACON_ROPES)
+@LAYOUTS
+@torch.no_grad()
+def test_sinks_are_the_bases_first_keys(rope, layout):
+    """In every layer, since no token of the first interval sees a beacon (interleaved: none before the first)."""
+    ids = make_ids(45)
+    cache = make_beacon(rope=rope, layout=layout, sinks=2).condense(ids)
+    assert (cache.len_memory, cache.pending) == (2 + 10, 5)
+    own = make_base(rope=rope)(ids[:, :2], use_cache=True)
+    past = own.get("past_key_values", own.get("cache"))
+    for (keys, values), layer in zip(cache.pieces[0], past.layers, strict=True):
+        assert (keys[:, :, :2] - layer.keys).abs().max() <= 1e-5
+        assert (values[:, :, :2] - layer.values).abs().max() <= 1e-5
+
+
+@KEPT
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @LAYOUTS
 @torch.no_grad()
-def test_cutting_the_input_changes_nothing(attention, layout):
+def test_cutting_the_input_changes_nothing(attention, layout, kept):
     ids = make_ids(26)
-    model = make_beacon(attention=attention, layout=layout, overlap=3)
+    model = make_beacon(attention=attention, layout=layout, **kept)
     whole = model(ids).logits
     for cuts in ([3], [8], [9, 16], range(1, 26)):
         cache = BeaconCache()
@@ -109,13 +142,14 @@ def test_cutting_the_input_changes_nothing(attention, layout):
         assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-4
     without = make_beacon(attention=attention, layout=layout)(ids).logits
     assert torch.equal(without[:, :8], whole[:, :8])
-    assert (without - whole)[:, 8:].abs().amin(0).amax(-1).min() > 1e-4  # every later token sees the overlap's effect
+    assert (without - whole)[:, 8:].abs().amin(0).amax(-1).min() > 1e-4  # every later token sees their effect
 
 
+@KEPT
 @LAYOUTS
-def test_generate_equals_restreaming(layout, tmp_path):
+def test_generate_equals_restreaming(layout, kept, tmp_path):
     """By prefix, in parts, from a saved context and with guesses that pass an interval's end."""
-    model = make_beacon(layout=layout, window=40, overlap=3)
+    model = make_beacon(layout=layout, window=40, **kept)
     ids = make_ids(50)
     expected, cache = ids, BeaconCache()
     with torch.no_grad():
@@ -129,15 +163,16 @@ def test_generate_equals_restreaming(layout, tmp_path):
     context = model.condense(ids[:, :44])
     context.save(tmp_path / "context.safetensors")
     loaded = BeaconCache.load(tmp_path / "context.safetensors")
-    assert loaded.len_overlap == 3
+    assert (loaded.len_overlap, loaded.len_memory) == (kept.get("overlap", 0), context.len_memory)
     for given in (context, loaded):
         assert torch.equal(model.generate(ids[:, 44:], context=given, max_new_tokens=12, **GREEDY), expected[:, 44:])
 
 
+@KEPT
 @LAYOUTS
 @torch.no_grad()
-def test_cropping_batches_and_leaving(layout):
-    model, ids = make_beacon(layout=layout, overlap=3), make_ids(40, rows=2)
+def test_cropping_batches_and_leaving(layout, kept):
+    model, ids = make_beacon(layout=layout, **kept), make_ids(40, rows=2)
     whole = model(ids).logits
     cache = model.condense(ids[:, :13])
     cache.undoes = True
@@ -149,17 +184,18 @@ def test_cropping_batches_and_leaving(layout):
     assert (model(ids[[1, 0], 20:], past_key_values=swapped).logits - whole[[1, 0], 20:]).abs().max() <= 1e-4
     context = model.condense(ids[:, :21])
     past = context.to_dynamic_cache()
-    assert past.get_seq_length() == context.len_memory + 3 + context.len_tail
+    assert past.get_seq_length() == context.len_memory + kept.get("overlap", 0) + context.len_tail
     read = make_base()(ids[:, 21:22], **{model.base_model.cache_key: past}, use_cache=True).logits
     assert torch.equal(read, model(ids[:, 21:22], context=context).logits)
 
 
+@KEPT
 @LAYOUTS
-def test_checkpointing_changes_nothing(layout):
-    """Gradients flow through the overlap as well; training draws ratios that fit with it."""
+def test_checkpointing_changes_nothing(layout, kept):
+    """Gradients flow through the overlap as well; training draws ratios that fit with what stays."""
     ids, results = make_ids(60), []
     for enabled in (False, True):
-        model = make_beacon(layout=layout, window=32, overlap=3, ratios=[2, 4, 8]).train()
+        model = make_beacon(layout=layout, window=32, ratios=[2, 4, 8], **kept).train()
         if enabled:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = model(ids, labels=ids).loss
@@ -170,14 +206,15 @@ def test_checkpointing_changes_nothing(layout):
 
 @torch.no_grad()
 def test_an_adapter_that_was_trained_without_overlap(tmp_path):
-    """It reads with an overlap once its adapter_config.json names one; files from before name none."""
+    """It reads with what its adapter_config.json names; files from before name nothing of it."""
     from peft import PeftModel
 
     make_beacon().save_pretrained(tmp_path)
     path, ids = tmp_path / "adapter_config.json", make_ids(30)
     config = json.loads(path.read_text())
-    assert config.pop("overlap") == 0
-    for changes, expected in (({}, make_beacon()), ({"overlap": 3}, make_beacon(overlap=3))):
+    assert (config.pop("overlap"), config.pop("sinks")) == (0, 0)
+    for changes in ({}, {"overlap": 3}, {"sinks": 2}):
+        expected = make_beacon(**changes)
         path.write_text(json.dumps(config | changes))
         loaded = PeftModel.from_pretrained(make_base(), tmp_path).eval()
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
@@ -192,7 +229,7 @@ def test_files_from_before_and_another_overlap(tmp_path):
     with safe_open(str(path), "pt") as file:
         state = json.loads(file.metadata()["beacon"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator
-    assert state["signature"].pop("overlap") == 0
+    assert (state["signature"].pop("overlap"), state["signature"].pop("sinks")) == (0, 0)
     save_file(tensors, str(path), metadata={"beacon": json.dumps(state)})
     assert make_beacon()(ids, context=BeaconCache.load(path)).logits.shape[1] == 9
     with pytest.raises(PoSEError, match=r"overlap=0.*overlap=3"):
@@ -204,7 +241,9 @@ def test_files_from_before_and_another_overlap(tmp_path):
     [
         ({"overlap": -1}, "overlap: -1"),
         ({"overlap": 9}, "overlap: 9 .*interval of 8"),
+        ({"sinks": 9}, "sinks: 9 .*interval of 8"),
         ({"overlap": 4, "window": 12}, "window: 12 must be a whole number ≥ 13"),
+        ({"overlap": 2, "sinks": 2, "window": 12}, "window: 12 must be a whole number ≥ 13"),
     ],
 )
 def test_refused_values(changes, message):

@@ -95,7 +95,7 @@ def test_a_full_window_raises():
     """8192 tokens at ratio 2 would reach position 4608 in a window of 4096."""
     assert not fits(LLAMA, [2] * 7, 1024)
     assert fits(LLAMA, [2] * 6, 1024)
-    with pytest.raises(PoSEError, match=r"window: 4096 positions are full: 3584 beacons.*ratio='adapt'"):
+    with pytest.raises(PoSEError, match=r"window: 4096 positions are full: 3584 rows of memory.*ratio='adapt'"):
         plan(LLAMA, 2, 8192)
     assert plan(LLAMA, 2, 7168) == [2] * 6
 

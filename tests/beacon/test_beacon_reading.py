@@ -160,11 +160,12 @@ def test_the_rest_of_a_head_stays():
     assert torch.equal(rotate(low, torch.tensor([300, 7]), torch.tensor([1.0, 0.1])), once)
 
 
-@pytest.mark.parametrize(("mask", "overlap"), [("stepwise", 0), ("segmentation", 0), ("full", 0), ("stepwise", 3)])
+@pytest.mark.parametrize("mask, overlap, sinks",
+                         [("stepwise", 0, 0), ("segmentation", 0, 0), ("full", 0, 0), ("stepwise", 3, 2)])  # fmt: skip
 @torch.no_grad()
-def test_stream_equals_one_pass_with_a_whole_mask(mask, overlap):
+def test_stream_equals_one_pass_with_a_whole_mask(mask, overlap, sinks):
     """Without positions (frequencies 0), two intervals and a half are one forward under one hand-made mask."""
-    model = make_beacon(mask=mask, attention="eager", overlap=overlap)
+    model = make_beacon(mask=mask, attention="eager", overlap=overlap, sinks=sinks)
     tuner = model.base_model
     tuner.rotary.inv_freq.zero_()
     ids = make_ids(20)
@@ -173,10 +174,12 @@ def test_stream_equals_one_pass_with_a_whole_mask(mask, overlap):
     rows = [RAW] * 8 + [1, 2] + [RAW] * 8 + [1, 2] + [RAW] * 4
     interval = torch.tensor([0] * 10 + [1] * 10 + [2] * 4)
     beacon = torch.tensor([row != RAW for row in rows])
-    # Another interval's rows see its beacons and nothing else of it but the overlap, which only the next one sees.
+    # Another interval's rows see its beacons and nothing else of it but the overlap, which only the next one sees, and
+    # the text's first tokens.
     last = torch.tensor([8 - overlap <= at % 10 < 8 for at in range(len(rows))])
     seen = (interval[:, None] > interval[None]) & beacon[None]
     seen |= (interval[:, None] == interval[None] + 1) & last[None]
+    seen |= (interval[:, None] > 0) & (torch.arange(len(rows)) < sinks)[None]
     own = visible(lay_out(0, (), 8, Scheme(8, mask), 4, closing=True))
     for start, size in ((0, 10), (10, 10), (20, 4)):
         seen[start : start + size, start : start + size] = own[:size, :size] if size == 10 else own[:4, :4]
