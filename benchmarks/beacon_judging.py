@@ -51,11 +51,13 @@ class Alone:
         model: a model without beacons.
         interval: tokens that are read together.
         lead: tokens before each interval that are read with it.
+        sinks: first tokens of the text that are read before each interval.
     """
 
     model: Any
     interval: int = INTERVAL
     lead: int = 0
+    sinks: int = 0
 
     def second_half(self, ids: Any) -> Any:
         import torch
@@ -63,9 +65,11 @@ class Alone:
         length, half, found = ids.shape[1], ids.shape[1] // 2, []
         for start in range((half - 1) // self.interval * self.interval, length - 1, self.interval):
             front = min(self.lead, start)
-            part = ids[:, start - front : start + self.interval + 1]
+            # Tokens that are sinks and in front of the interval too are read once.
+            first = min(self.sinks, start - front)
+            part = torch.cat([ids[:, :first], ids[:, start - front : start + self.interval + 1]], dim=1)
             with torch.no_grad():
-                losses = token_losses(self.model(input_ids=part, use_cache=False).logits, part)[:, front:]
+                losses = token_losses(self.model(input_ids=part, use_cache=False).logits, part)[:, first + front :]
             found.append(losses[:, max(0, half - 1 - start) :])
         return torch.cat(found, dim=1)
 

@@ -224,7 +224,7 @@ def beacons(setting: Setting, folder: Path, quick: bool) -> Reader:
     if setting.name != "tiny":
         import beacon_smollm2
 
-        model: Any = beacon_smollm2.restored(Path("outputs/beacon_smollm2"))[0]
+        model: Any = beacon_smollm2.restored(Path("outputs/beacon_smollm2/kept"), False, beacon_smollm2.KEPT)[0]
     else:
         if not folder.exists():
             steps, tokens = (2, 512) if quick else (training.KINDS["mixed"], training.STEP_TOKENS)

@@ -3,12 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py pilot     # ten minutes: is there anything to gain?
     OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py train     # about two hours; run it again to resume
     OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py judge     # also before training ends: what it has learned
+    OMP_NUM_THREADS=1 python benchmarks/beacon_smollm2.py train --kept     # sinks and overlap; then judge --kept
     python benchmarks/beacon_smollm2.py train --quick               # the tiny model, two steps; then judge --quick
 
 Model and texts come from the Python package index (benchmarks/smollm2/get.py). The checkpoint is in
 outputs/beacon_smollm2; the pilot and the judging replace their own numbers in results/beacon_smollm2.json.
 
-- Geometry: window 512 and interval 128, a quarter of the window as in the paper; ratios 2, 4, 8, 16.
+- Geometry: window 512 and interval 128, a quarter of the window as in the paper; ratios 2, 4, 8, 16. With --kept,
+  the first 4 tokens of a text and the last 32 of each interval stay in the window uncondensed.
 - Training: 700 rows of 1,024 tokens of Shakespeare's plays, one per step. The loss is the mean over all tokens.
 - Judging: second halves of pieces of 2,048 tokens of a report, a novel and a manual, none of which is trained.
 - Go on after the pilot only if full attention is at least 0.05 nats better than a sliding window of 512 tokens.
@@ -34,31 +36,37 @@ from recall import data, texts
 WINDOW, INTERVAL, RATIOS, TRAINED, JUDGED = 512, 128, [2, 4, 8, 16], 1024, 2048
 ROWS, RATE, PIECES, SAVE_EVERY, SEED = 700, 5e-4, 12, 20, 42
 ROOM, GAIN = 0.05, 0.02
+KEPT = {"sinks": 4, "overlap": 32}
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("part", choices=("pilot", "train", "judge"))
+    parser.add_argument("--kept", action="store_true", help="keep sinks and an overlap uncondensed")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    folder = args.output or Path("outputs/beacon_smollm2")
+    folder, kept = args.output or Path("outputs/beacon_smollm2"), KEPT if args.kept else {}
+    folder = folder / "kept" if kept else folder
     folder.mkdir(parents=True, exist_ok=True)
     if args.part == "train":
-        train(folder, args.quick)
+        train(folder, args.quick, kept)
         return
     path = places(args.output)[0] / "beacon_smollm2.json"
     result = json.loads(path.read_text()) if path.exists() else {}
-    result |= {"window": WINDOW, "interval": INTERVAL, "tokens": JUDGED, args.part: {}}
-    result[args.part] = globals()[args.part](folder, args.quick) | {"machine": machine("torch", "transformers", "peft")}
+    result |= {"window": WINDOW, "interval": INTERVAL, "tokens": JUDGED}
+    found = pilot(args.quick) if args.part == "pilot" else judge(folder, args.quick, kept)
+    part = f"{args.part}, kept" if kept and args.part == "judge" else args.part
+    result[part] = found | {"machine": machine("torch", "transformers", "peft")}
     save(result, path)
     print(table(result))
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the loss of each reader, for all tokens and by offset in the interval."""
-    readers = {
-        name: row for part in ("pilot", "judge") for name, row in result.get(part, {}).get("readers", {}).items()
-    }
+    readers = {}
+    for part in ("pilot", "judge", "judge, kept"):
+        note = part.removeprefix("judge").removeprefix("pilot")
+        readers |= {name + note: row for name, row in result.get(part, {}).get("readers", {}).items()}
     offsets = list(next(iter(readers.values()))["by offset"])
     rows = [
         [name, f"{row['mean']:.3f}", *(f"{row['by offset'][offset]:.3f}" for offset in offsets)]
@@ -67,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
     return markdown(["nats per token", "all tokens", *(f"offset {offset}" for offset in offsets)], rows)
 
 
-def pilot(folder: Path, quick: bool) -> dict[str, Any]:
+def pilot(quick: bool) -> dict[str, Any]:
     """Judge the untrained base: full attention, sliding windows, and intervals without memory."""
     base, pieces = load(quick)[0], judged(quick)
     readers = {
@@ -80,11 +88,11 @@ def pilot(folder: Path, quick: bool) -> dict[str, Any]:
     return {"readers": found} | compared("full attention", "sliding window", found, ROOM)
 
 
-def train(folder: Path, quick: bool) -> None:
+def train(folder: Path, quick: bool, kept: dict[str, int]) -> None:
     """Train, or continue where the last run was interrupted."""
     from pose_plugin.beacon import find_tuner, set_ratio_step
 
-    model = beacons(*load(quick)).train()
+    model = beacons(*load(quick), **kept).train()
     rows, steps = training_rows(quick), 2 if quick else ROWS
     parameters = trained(model)
     optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
@@ -120,19 +128,21 @@ def train(folder: Path, quick: bool) -> None:
     model.save_pretrained(str(folder / "adapter"))
 
 
-def judge(folder: Path, quick: bool) -> dict[str, Any]:
+def judge(folder: Path, quick: bool, kept: dict[str, int]) -> dict[str, Any]:
     """Compare own memory with another text's, and with the base that has none or a sliding window."""
-    model, rows = restored(folder, quick)
-    pieces = judged(quick)
-    found = report({"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}, pieces)
+    model, rows = restored(folder, quick, kept)
+    readers: dict[str, Any] = {"own memory": Beacons(model), "another text's memory": Beacons(model, another=True)}
+    if kept:
+        readers["no memory"] = Alone(load(quick)[0], INTERVAL, kept["overlap"], kept["sinks"])
+    found = report(readers, judged(quick))
     return {"rows": rows, "readers": found} | compared("own memory", "another text's memory", found, GAIN)
 
 
-def restored(folder: Path, quick: bool = False) -> tuple[Any, int]:
+def restored(folder: Path, quick: bool, kept: dict[str, int]) -> tuple[Any, int]:
     """Return the beacons of the last checkpoint, and how many rows they have read."""
     if not (folder / "checkpoint.pt").exists():
         raise SystemExit(f"{folder} has no checkpoint.pt: first run benchmarks/beacon_smollm2.py train")
-    model, state = beacons(*load(quick)), torch.load(folder / "checkpoint.pt")
+    model, state = beacons(*load(quick), **kept), torch.load(folder / "checkpoint.pt")
     for parameter, value in zip(trained(model), state["parameters"], strict=True):
         parameter.data.copy_(value)
     return model.eval(), state["step"]
@@ -174,13 +184,15 @@ def load(quick: bool) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(BASE).eval(), AutoTokenizer.from_pretrained(BASE)
 
 
-def beacons(base: Any, tokenizer: Any) -> Any:
+def beacons(base: Any, tokenizer: Any, **kept: int) -> Any:
     from peft import get_peft_model
 
     from pose_plugin.beacon import BeaconConfig
 
     limit = min(WINDOW, base.config.max_position_embeddings)
-    config = BeaconConfig(interval=limit // 4, window=limit, ratios=RATIOS, dtype="float32", headroom=0, seed=SEED)
+    kept = {key: min(value, limit // 16) for key, value in kept.items()}
+    sizes = {"interval": limit // 4, "window": limit, "headroom": 0, **kept}
+    config = BeaconConfig(ratios=RATIOS, dtype="float32", seed=SEED, **sizes)
     return get_peft_model(base, config)
 
 
