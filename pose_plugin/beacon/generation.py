@@ -179,7 +179,8 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, last: int) -> 
         given = list(ratios) if ratios is not None and first else None
         fixed = ratio if ratios is None or not ratios else list(ratios)[-1]
         first = False
-        text: Any = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        # After embeddings, generate gives ids; some models get both arguments, one of them None.
+        text: Any = next(kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None)
         cache = kwargs.get(tuner.cache_key)
         left = last - text.shape[1] - (cache.tokens if isinstance(cache, BeaconCache) else 0)
         how = {"ratio": None if given is not None else fixed, "ratios": given, "headroom": max(0, left)}

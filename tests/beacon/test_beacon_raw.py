@@ -77,6 +77,16 @@ def test_generating(layout, tmp_path):
     assert len(stream.ratios) == 7
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generating_from_embeddings(layout):
+    model = make_beacon(layout=layout, headroom=0, overlap=3, **WINDOW)
+    for tokens in (6, 20, 45):
+        ids = make_ids(tokens, rows=2)
+        embedded = model.get_base_model().get_input_embeddings()(ids)
+        answer = model.generate(inputs_embeds=embedded, max_new_tokens=14, **GREEDY)
+        assert torch.equal(answer, model.generate(ids, max_new_tokens=14, **GREEDY)[:, tokens:])
+
+
 @torch.no_grad()
 def test_embeddings_batches_and_cropping():
     model, ids = make_beacon(headroom=0, **WINDOW), make_ids(50)
