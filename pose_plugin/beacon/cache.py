@@ -361,7 +361,8 @@ def stream_of(cache: Any) -> BeaconCache:
     """Return the stream that a call continues: the given one, or a new one if the given cache is None or empty.
 
     Raises:
-        PoSEError: another kind of cache that holds tokens, whose uncondensed keys would be dropped.
+        PoSEError: another kind of cache that holds tokens, whose uncondensed keys would be dropped; or one that a call
+            was to fill, and could not.
     """
     # Not `cache or …`: an empty DynamicCache is true, and one with a prompt in it must not be dropped.
     if isinstance(cache, BeaconCache):
@@ -370,6 +371,11 @@ def stream_of(cache: Any) -> BeaconCache:
         raise PoSEError(
             f"cache: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; give a "
             "BeaconCache, from model.condense(ids), BeaconCache.load(path) or BeaconCache()"
+        )
+    if getattr(cache, "left_empty", False):
+        raise PoSEError(
+            f"cache: an earlier call got this {type(cache).__name__} too. It cannot hold beacons and is still empty: "
+            "the text of that call would be missing. Give a BeaconCache() instead, or the cache that the call returned"
         )
     return BeaconCache()
 

@@ -272,6 +272,8 @@ class Reading:
         keep = call.logits_to_keep if isinstance(call.logits_to_keep, int) and call.shift_labels is None else 0
         reader = Reader(self, self._call, stream, extra, keep or None)
         outcome = reader.read(call.text, chosen)
+        if call.cache is not None and call.cache is not stream:
+            call.cache.left_empty = True  # see `stream_of`
         self.condensed_since_step += outcome.condensed
         return self._output(call, outcome, None if padded else stream)
 

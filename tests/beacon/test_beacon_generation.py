@@ -236,6 +236,8 @@ def test_a_fresh_dynamic_cache_is_empty():
     assert torch.equal(output.logits, model(ids).logits)
     stream = next(value for value in output.values() if isinstance(value, BeaconCache))
     assert stream.tokens == 30
+    with pytest.raises(PoSEError, match="an earlier call got this DynamicCache too"):  # it is still empty
+        model(ids[:, :1], past_key_values=fresh)
     used = DynamicCache()
     make_base()(ids[:, :4], past_key_values=used, use_cache=True)
     with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens cannot be continued"):
