@@ -42,8 +42,8 @@ class BeaconConfig(PeftConfig):
         target_modules: projections that beacons get a copy or delta of: by default q, k, v and o. Keys and values must
             be among them; MLP projections may be.
         exclude_modules: names to leave out.
-        gradient_intervals: with n, memory older than n intervals is read without gradient; None lets gradients flow
-            through the whole text.
+        gradient_intervals: with n, memory older than n intervals is read without gradient. What newer beacons have read
+            of it still gets one. None: all memory is read with gradient.
         dtype: of the beacon parameters, e.g. "float32"; None uses the base's.
         seed: of the training ratios.
 
@@ -81,7 +81,7 @@ class BeaconConfig(PeftConfig):
         default=None, metadata={"help": "Modules to exclude from target_modules."}
     )
     gradient_intervals: int | None = field(
-        default=None, metadata={"help": "Number of intervals that gradients flow back through; None: all."}
+        default=None, metadata={"help": "n: memory older than n intervals is read without gradient; None: all with it."}
     )
     dtype: str | None = field(default=None, metadata={"help": "dtype of the beacon parameters; None: the base's."})
     seed: int = field(default=0, metadata={"help": "Seed for the random training ratios."})

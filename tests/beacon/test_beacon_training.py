@@ -91,7 +91,7 @@ def test_gradient_is_the_slope(projection):
 
 
 def test_memory_without_gradient():
-    """Only the last interval's loss: with n = 1 it reaches the beacons of the interval before, not older ones."""
+    """Only the last interval's loss: with n = 1 it reaches older beacons only through those of the interval before."""
     ids = make_ids(32)
     labels = torch.full_like(ids, -100)
     labels[:, 25:] = ids[:, 25:]
