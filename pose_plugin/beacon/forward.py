@@ -17,7 +17,7 @@ from pose_plugin.beacon import checks, ratios
 from pose_plugin.beacon.cache import BeaconCache, kept_on_error, stream_of
 from pose_plugin.beacon.config import BeaconConfig
 from pose_plugin.beacon.layer import BeaconEmbedding, BeaconLinear
-from pose_plugin.beacon.losses import CountedOutput, shift_labels, stream_loss, token_figures
+from pose_plugin.beacon.losses import IGNORED, CountedOutput, shift_labels, stream_loss, token_figures
 from pose_plugin.beacon.ratios import EMPTY, fits, intervals
 from pose_plugin.beacon.reader import Outcome, Reader
 from pose_plugin.utils.errors import PoSEError
@@ -47,6 +47,16 @@ class Call:
         self.shifted_here = self.shift_labels is None and self.labels is not None
         if self.shifted_here:
             self.shift_labels = shift_labels(self.labels)  # type: ignore[arg-type]
+
+    def without_padding(self) -> torch.Tensor:
+        """Return the text without its last columns that only pad, if their outputs are for a loss that ignores them.
+
+        As intervals they would cost as much as text, and a text within one interval would seem to be condensed.
+        """
+        end = int(self.attention_mask.sum(-1).max())  # type: ignore[union-attr]
+        if self.shift_labels is None or bool((self.shift_labels[:, end:] != IGNORED).any()):
+            return self.text
+        return self.text[:, :end]
 
 
 class Reading:
@@ -267,11 +277,14 @@ class Reading:
         checks.check_positions(call.position_ids, call.attention_mask, tokens, stream.tokens)
         checks.check_labels(call.shift_labels, call.text.shape[:2])
         extra = checks.check_extra(call.settings, tokens)
-        chosen = self.plan(stream, tokens, checks.one_policy(call.ratio, call.ratios), call.headroom, carries)
+        text = call.without_padding() if padded else call.text
+        policy = checks.one_policy(call.ratio, call.ratios)
+        chosen = self.plan(stream, text.shape[1], policy, call.headroom, carries)
         # A loss needs all logits; a tensor of indices is applied to all of them afterwards.
         keep = call.logits_to_keep if isinstance(call.logits_to_keep, int) and call.shift_labels is None else 0
         reader = Reader(self, self._call, stream, extra, keep or None)
-        outcome = reader.read(call.text, chosen)
+        outcome = reader.read(text, chosen)
+        outcome.pad(tokens)
         if call.cache is not None and call.cache is not stream:
             call.cache.left_empty = True  # see `stream_of`
         self.condensed_since_step += outcome.condensed

@@ -38,6 +38,18 @@ class Outcome:
         # A stream that was raw is read again from its beginning; only the new tokens' states were asked for.
         return tuple(torch.cat(layer, dim=1)[:, -self.tokens :] for layer in zip(*self.hidden, strict=True))
 
+    def pad(self, tokens: int) -> None:
+        """Add outputs of zeros for padding that was not read, up to `tokens` in all."""
+        if missing := tokens - self.tokens:
+            self.tokens = tokens
+            self.logits.append(_zeros_behind(self.logits[-1], missing))
+            if self.hidden:
+                self.hidden.append(tuple(_zeros_behind(layer, missing) for layer in self.hidden[-1]))
+
+
+def _zeros_behind(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return rows.new_zeros(rows.shape[0], count, rows.shape[2])
+
 
 @dataclass
 class Reader:

@@ -237,6 +237,26 @@ def test_training_policies():
         ratios_of(make_beacon(window=24).train(), 161)
 
 
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+def test_columns_that_only_pad_are_not_condensed(layout):
+    """Rows padded to a fixed length: a step of short texts trains no beacon, which must not stop the run."""
+    model, ids = make_beacon(layout=layout, overlap=3, train_ratio=4).train(), make_ids(40, rows=2)
+    for end, condensed in ((7, 0), (20, 2)):
+        mask, labels = torch.ones_like(ids), ids.clone()
+        mask[:, end:], labels[:, end:] = 0, -100
+        model.base_model.set_step(0)
+        padded = model(ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+        assert model.base_model.condensed_since_step == condensed
+        alone = model(ids[:, :end], labels=ids[:, :end])
+        assert padded.loss.item() == pytest.approx(alone.loss.item(), rel=1e-6)  # a sum over more zeros
+        assert torch.equal(padded.logits[:, :end], alone.logits)
+        assert padded.logits.shape[1] == padded.hidden_states[0].shape[1] == 40
+    labels[0, 35] = 5  # a loss on padding, if somebody wants it
+    model.base_model.set_step(0)
+    assert model(ids, attention_mask=mask, labels=labels).loss != alone.loss
+    assert model.base_model.condensed_since_step == 4
+
+
 def test_padding_on_the_right():
     """In a padded batch, each row's loss is what it is alone; no cache is returned."""
     ids = make_ids(22, rows=2)
