@@ -39,6 +39,7 @@ _COPIED = (
     "open_ratio",
     "signature",
     "adapter",
+    "rope",
     "mark",
 )
 
@@ -61,6 +62,7 @@ class BeaconCache(PlainCache):
         open_ratio: the ratio that an interleaved open interval has begun with.
         signature: what the stream was made with (interval, layout, mask, layers). A model with another one refuses it.
         adapter: beacon embedding of the adapter that condensed it, (hidden,) in fp32. Another adapter refuses it.
+        rope: frequencies of the base, (rotary size / 2,) in fp32; None in older files. Another RoPE refuses it.
         mark: the tuner, adapter and version of weights that this cache was last compared with.
         undoes: whether to keep `before`; assisted decoding may take back guesses that passed the end of an interval.
         before: the stream when the interval condensed last was still raw.
@@ -78,6 +80,7 @@ class BeaconCache(PlainCache):
         self.clear_text()
         self.signature: dict[str, Any] = {}
         self.adapter: torch.Tensor | None = None
+        self.rope: torch.Tensor | None = None
         self.mark: Any = None
         self.undoes = False
         self.before: BeaconCache | None = None
@@ -274,6 +277,7 @@ class BeaconCache(PlainCache):
         cache.overlap, cache.open = parts.get("overlap", []), parts.get("open", [])
         cache.tail = tuple(state.tail)
         cache.signature, cache.adapter = state.signature.model_dump(), tensors["adapter"]
+        cache.rope = tensors.get("rope")
         cache.text = tensors.get("text")
         cache.tokens, cache.ratios, cache.open_ratio = state.tokens, state.ratios, state.open_ratio
         return cache

@@ -289,20 +289,23 @@ def check_extra(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
     return passed
 
 
-def check_origin(cache: BeaconCache, signature: dict[str, Any], row: torch.Tensor, mark: tuple[Any, ...]) -> None:
+def check_origin(
+    cache: BeaconCache, signature: dict[str, Any], row: torch.Tensor, rope: torch.Tensor, mark: tuple[Any, ...]
+) -> None:
     """Require that this model and adapter made the cache; record them in an empty cache.
 
     Args:
         cache: the stream.
         signature: see `Reading.signature`.
         row: the active adapter's beacon embedding, (hidden,).
+        rope: the base's frequencies in radians per position, (rotary size / 2,).
         mark: tuner, adapter and version of its weights. Compared once for each, since comparing waits for the device.
 
     Raises:
-        PoSEError: another model or another adapter made it, so its memory means nothing here.
+        PoSEError: another model, RoPE or adapter made it, so its memory means nothing here.
     """
     if not cache.tokens:
-        cache.signature, cache.adapter, cache.mark = signature, row, mark
+        cache.signature, cache.adapter, cache.rope, cache.mark = signature, row, rope, mark
         return
     if cache.signature != signature:
         keys = [key for key in signature if cache.signature.get(key) != signature[key]]
@@ -311,6 +314,13 @@ def check_origin(cache: BeaconCache, signature: dict[str, Any], row: torch.Tenso
         raise PoSEError(f"cache: made with {made}, but this model reads with {reads}; condense the text again")
     if cache.mark == mark or cache.adapter is None:
         return
+    own = rope if cache.rope is None else cache.rope.to(rope.device)  # older files hold no frequencies
+    if own.shape != rope.shape or not torch.allclose(own, rope, rtol=1e-3, atol=0):
+        raise PoSEError(
+            f"cache: made with another RoPE, whose lowest frequency is {float(own.min()):.4g} instead of "
+            f"{float(rope.min()):.4g}. Load the base with the config that the text was condensed with, or condense it "
+            "again"
+        )
     # Tolerant enough for the same adapter in another dtype, or after a few more training steps.
     error = float((cache.adapter.to(row.device) - row).norm() / row.norm().clamp(min=1e-12))
     if error > 0.02:

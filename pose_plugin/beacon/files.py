@@ -84,7 +84,8 @@ def save(cache: Any, path: str | Path) -> None:
         raise PoSEError(f"path: {file} is not a regular file; give the name of one, e.g. context.safetensors")
     whole = cache.copy()
     whole.compact()
-    tensors = {key: tensor for key, tensor in (("adapter", whole.adapter), ("text", whole.text)) if tensor is not None}
+    found = {"adapter": whole.adapter, "rope": whole.rope, "text": whole.text}
+    tensors = {key: tensor for key, tensor in found.items() if tensor is not None}
     parts = (whole.pieces[0] if whole.pieces else [], whole.overlap, whole.open)
     for part, layers in zip(PARTS, parts, strict=True):
         for index, (keys, values) in enumerate(layers):
@@ -139,7 +140,7 @@ def _description(path: str | Path, text: str) -> Description:
 
 
 def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torch.Tensor]) -> None:
-    names = {"adapter": 1, "text": 0}  # a tensor of this name: 1 required, 0 optional
+    names = {"adapter": 1, "rope": 0, "text": 0}  # a tensor of this name: 1 required, 0 optional
     # Before the first interval is condensed, there is no overlap.
     overlap = state.signature.overlap if state.ratios else 0
     rows = {"memory": state.memory, "overlap": overlap, "open": len(state.tail)}
@@ -150,11 +151,13 @@ def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torc
     if missing or not tensors.keys() <= names.keys():
         unknown = sorted(tensors.keys() - names.keys())
         raise _damaged(path, f"tensors missing: {missing[:3]}, unknown: {unknown[:3]}")
-    batch = {tensors[name].shape[0] for name in names.keys() & tensors.keys() if name != "adapter"}
+    batch = {tensors[name].shape[0] for name in names.keys() & tensors.keys() - {"adapter", "rope"}}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         if rest and (tensor.dim() != 4 or tensor.shape[2] != rows[part]):
             raise _damaged(path, f"{name} has shape {tuple(tensor.shape)}, not {rows[part]} rows of keys or values")
+        if name == "rope" and not (tensor.dim() == 1 and tensor.numel()):
+            raise _damaged(path, f"rope has shape {tuple(tensor.shape)}, not one frequency per pair")
         if name != "text" and not (tensor.is_floating_point() and bool(torch.isfinite(tensor).all())):
             raise _damaged(path, f"{name} holds values that are not finite numbers")
     text, hidden = tensors.get("text"), state.signature.hidden_size

@@ -83,6 +83,8 @@ class Reading:
         @property
         def cache_key(self) -> str: ...
         @property
+        def rotary(self) -> Any: ...
+        @property
         def window(self) -> ratios.BeaconWindow: ...
         @property
         def active_config(self) -> BeaconConfig: ...
@@ -335,7 +337,8 @@ class Reading:
         stream = stream_of(cache)
         row = self.embedding.row().detach()[0].float()
         mark = (id(self), *self.active_adapters, self.embedding.version)
-        checks.check_origin(stream, self.signature(), row, mark)
+        rope = self.rotary.inv_freq.detach().float()
+        checks.check_origin(stream, self.signature(), row, rope, mark)
         if stream.tokens and stream.batch_size != batch:
             if batch % stream.batch_size:
                 raise PoSEError(

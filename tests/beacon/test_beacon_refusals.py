@@ -313,6 +313,15 @@ def test_a_file_of_another_adapter(model, tmp_path, other, message):
         make_beacon(**other).generate(make_ids(3), context=context, max_new_tokens=2)
 
 
+def test_a_file_of_another_rope(model, tmp_path):
+    """The base was extended in between: the same weights, but the memory's keys were rotated by other angles."""
+    model.condense(make_ids(20)).save(tmp_path / "c")
+    context = BeaconCache.load(tmp_path / "c")
+    with pytest.raises(PoSEError, match="made with another RoPE, whose lowest frequency"):
+        make_beacon(rope="linear").generate(make_ids(3), context=context, max_new_tokens=2)
+    assert make_beacon().generate(make_ids(3), context=context, max_new_tokens=2).shape == (1, 5)
+
+
 def test_a_file_of_another_model(model, tmp_path):
     """Another size shows in the signature; a model of the same size shows in the beacon's embedding."""
     model.condense(make_ids(20)).save(tmp_path / "c")
