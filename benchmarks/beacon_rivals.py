@@ -16,7 +16,8 @@ about a fact in the text, or the text goes on.
 - The quick start's model, with a window of 128 and intervals of 64: the documents of beacon_judging.py. Beacons are
   trained on both kinds (the part `mixed` of beacon_learning.py).
 - SmolLM2-135M, with a window of 512 and intervals of 128: the texts of beacon_smollm2.py, and short haystacks with
-  three facts. Its beacons are those of beacon_smollm2.py, which have read plays only and never a question.
+  three facts. Its beacons are those of `beacon_smollm2.py train --kept`, which have read plays only and never a
+  question. They also keep 36 raw rows (the first 4 tokens and the last 32), so all readers get 36 more.
 
 The readers:
 
@@ -42,7 +43,7 @@ from common import about, arguments, machine, markdown, places, save
 from torch.nn import functional as F
 
 TINY = Path(__file__).parent.parent / "example_configs" / "quickstart" / "base"
-SINKS, SEED = 4, 10
+SINKS, SEED, EVERYTHING = 4, 10, "everything kept"
 CARTRIDGE_RATE = 2e-2
 # From (text, (1, tokens); rows to keep) to a function from the rest of the document to its logits.
 Reader = Callable[[torch.Tensor, int], Callable[[torch.Tensor], torch.Tensor]]
@@ -65,15 +66,23 @@ class Setting:
     cartridges: int
     steps: int
     batch: int
+    raw: int = 0  # rows that beacons keep uncondensed
 
     @property
     def context(self) -> int:
         return 8 * self.interval + 1
 
+    def rows(self, ratio: int) -> int:
+        """Return the rows per layer that each reader keeps of a text."""
+        return (self.context - 1) // ratio + 1 + self.raw
+
+    def ratio(self, rows: int) -> int:
+        return (self.context - 1) // (rows - 1 - self.raw)
+
 
 SETTINGS = (
     Setting("tiny", 128, 64, (8, 16, 32, 64), questions=100, texts=32, cartridges=16, steps=60, batch=8),
-    Setting("SmolLM2-135M", 512, 128, (4, 8, 16), questions=12, texts=12, cartridges=3, steps=30, batch=2),
+    Setting("SmolLM2-135M", 512, 128, (4, 8, 16), questions=12, texts=12, cartridges=3, steps=20, batch=2, raw=36),
 )
 
 
@@ -99,8 +108,10 @@ def main() -> None:
         for ratio in ratios:
             if str(ratio) in mine["readers"].get(name, {}):  # an interrupted run goes on
                 continue
-            found = judged(reader, json.loads(documents.read_text()), setting, ratio, limit)
-            mine["readers"].setdefault(name, {})[str(ratio)] = found
+            rows = mine["readers"].setdefault(name, {})
+            whole = next(iter(rows.values()), None) if name.startswith(EVERYTHING) else None
+            found = whole or judged(reader, json.loads(documents.read_text()), setting, ratio, limit)
+            rows[str(ratio)] = found
             print(name, ratio, found, flush=True)
             mine["machine"] |= facts(args.kvpress)
             save(result, path)
@@ -174,7 +185,7 @@ def smollm2_documents(setting: Setting) -> dict[str, list[Any]]:
 
 def judged(reader: Reader, documents: dict[str, Any], setting: Setting, ratio: int, limit: int | None) -> Any:
     """Return the share of facts found and the mean loss of texts, both behind a text of few rows."""
-    rows = (setting.context - 1) // ratio + 1
+    rows = setting.rows(ratio)
     hits, losses = [], []
     for kind, each in documents.items():
         for given in each[:limit]:
@@ -232,8 +243,8 @@ def beacons(setting: Setting, folder: Path, quick: bool) -> Reader:
         model = PeftModel.from_pretrained(base(setting), str(folder)).eval()
 
     def read(text: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        memory = model.condense(text, ratio=(setting.context - 1) // (rows - 1))
-        assert memory.len_memory + memory.len_tail == rows
+        memory = model.condense(text, ratio=setting.ratio(rows))
+        assert memory.len_memory + memory.len_overlap + memory.len_tail == rows
 
         def rest(ids: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -309,7 +320,7 @@ def pressed(setting: Setting) -> Iterator[tuple[str, Reader]]:
         longer, note = base(setting, config=config), ", YaRN"
     yield "StreamingLLM", press(model, lambda share, _: KeyRerotationPress(StreamingLLMPress(share, n_sink=SINKS)))
     yield f"SnapKV{note}", press(longer, lambda share, rows: SnapKVPress(share, window_size=min(16, rows // 2)))
-    yield f"everything kept{note}", press(longer, None)
+    yield f"{EVERYTHING}{note}", press(longer, None)
 
 
 def press(model: Any, make: Callable[[float, int], Any] | None) -> Reader:
