@@ -85,10 +85,11 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         raise PoSEError(f"beacon.{error}") from error
     _require_keys_and_values(settings.target_modules)
     sizes = settings.sizes(window)
-    condensed, raw = intervals(text, settings.interval)
+    condensed, last = intervals(text, settings.interval)
+    raw = last + (settings.sinks + settings.overlap if condensed else 0)
     fewest = most = refused = reading = None
     try:
-        fewest, most = _beacons(settings, sizes, condensed, raw, text)
+        fewest, most = _beacons(settings, sizes, condensed, last, text)
     except PoSEError as error:
         refused = str(error)
     adaptive = settings.ratio == ADAPT
@@ -130,7 +131,7 @@ def _require_keys_and_values(targets: Any) -> None:
         )
 
 
-def _beacons(settings: Any, sizes: Any, condensed: int, raw: int, text: int) -> tuple[int, int]:
+def _beacons(settings: Any, sizes: Any, condensed: int, last: int, text: int) -> tuple[int, int]:
     """Return bounds of the beacons in the window at the end of the longest text.
 
     Raises:
@@ -144,11 +145,12 @@ def _beacons(settings: Any, sizes: Any, condensed: int, raw: int, text: int) -> 
         return held, held
     # The interleaved layout needs a ratio for the open interval too.
     count = condensed + sizes.interleaved
-    ratios = [ratio for ratio in settings.ratios if fits(sizes, [ratio] * count, raw)]
+    ratios = [ratio for ratio in settings.ratios if fits(sizes, [ratio] * count, last)]
     if not ratios:
-        draw(sizes, count, raw, settings.ratios, np.random.default_rng(0))  # raises the run's error
+        draw(sizes, count, last, settings.ratios, np.random.default_rng(0))  # raises the run's error
     fewest = condensed * sizes.beacons(max(settings.ratios))
     if settings.train_ratio == INSTANCE:
         return fewest, condensed * sizes.beacons(min(ratios))
     # Mixed ratios can fill the window up to the raw tokens.
-    return fewest, min(condensed * sizes.beacons(min(settings.ratios)), sizes.size - raw - sizes.sinks)
+    raw = last + sizes.sinks + sizes.overlap
+    return fewest, min(condensed * sizes.beacons(min(settings.ratios)), sizes.size - raw)

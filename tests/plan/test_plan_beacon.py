@@ -55,6 +55,8 @@ def test_what_a_run_holds_at_the_end_of_its_longest_text(base):
     ):
         assert piece in shown
     assert "nothing is extended" not in shown and not plan.buckets and "Distances" not in shown
+    kept = text(plan_of(base, {**BEACON, "sinks": 4, "overlap": 64}))
+    assert "65536 tokens end as 2,016 to 7,100 beacons for 63 intervals, and 1,092 raw tokens" in kept
 
 
 @pytest.mark.parametrize(("ratio", "shown"), [(8, "ratio 8 does not fit"), (16, "ratio 16 fits")])
