@@ -111,6 +111,8 @@ def main() -> None:
             rows = mine["readers"].setdefault(name, {})
             whole = next(iter(rows.values()), None) if name.startswith(EVERYTHING) else None
             found = whole or judged(reader, json.loads(documents.read_text()), setting, ratio, limit)
+            if name.startswith(EVERYTHING):
+                found["rows"] = setting.context
             rows[str(ratio)] = found
             print(name, ratio, found, flush=True)
             mine["machine"] |= facts(args.kvpress)

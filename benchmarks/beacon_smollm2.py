@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from beacon_judging import Alone, Beacons, Sliding
 from beacon_training import BASE, token_losses
-from common import arguments, machine, markdown, places, save
+from common import about, arguments, machine, markdown, places, save
 from recall import data, texts
 
 WINDOW, INTERVAL, RATIOS, TRAINED, JUDGED = 512, 128, [2, 4, 8, 16], 1024, 2048
@@ -63,16 +63,17 @@ def main() -> None:
 
 def table(result: dict[str, Any]) -> str:
     """Return the loss of each reader, for all tokens and by offset in the interval."""
-    readers = {}
-    for part in ("pilot", "judge", "judge, kept"):
-        note = part.removeprefix("judge").removeprefix("pilot")
-        readers |= {name + note: row for name, row in result.get(part, {}).get("readers", {}).items()}
+    readers, parts = {}, [part for part in ("pilot", "judge", "judge, kept") if part in result]
+    for part in parts:
+        note = ", with sinks and overlap" if part == "judge, kept" else ""
+        readers |= {name + note: row for name, row in result[part]["readers"].items()}
     offsets = list(next(iter(readers.values()))["by offset"])
     rows = [
         [name, f"{row['mean']:.3f}", *(f"{row['by offset'][offset]:.3f}" for offset in offsets)]
         for name, row in readers.items()
     ]
-    return markdown(["nats per token", "all tokens", *(f"offset {offset}" for offset in offsets)], rows)
+    header = ["nats per token", "all tokens", *(f"offset {offset}" for offset in offsets)]
+    return markdown(header, rows) + "\n\n" + about(result[parts[-1]]["machine"])
 
 
 def pilot(quick: bool) -> dict[str, Any]:

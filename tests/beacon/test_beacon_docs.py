@@ -46,8 +46,9 @@ def test_a_quick_run_writes_the_committed_keys(name, tmp_path):
         assert all(each["short_inputs_identical"] for each in result["about"]["mixed"])
 
 
-def test_the_table_of_overlaps():
-    assert benchmark("beacon_overlap").table(committed("beacon_overlap")) in PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["beacon_overlap", "beacon_smollm2", "beacon_rivals"])
+def test_other_tables_are_the_committed_results(name):
+    assert benchmark(name).table(committed(name)) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["beacon_overlap", "beacon_rivals"])
