@@ -141,7 +141,7 @@ def _description(path: str | Path, text: str) -> Description:
 
 def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torch.Tensor]) -> None:
     names = {"adapter": 1, "rope": 0, "text": 0}  # a tensor of this name: 1 required, 0 optional
-    # Before the first interval is condensed, there is no overlap.
+    # Before the first interval is condensed, a cache has no overlap.
     overlap = state.signature.overlap if state.ratios else 0
     rows = {"memory": state.memory, "overlap": overlap, "open": len(state.tail)}
     for part, count in rows.items():

@@ -86,7 +86,6 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
     _require_keys_and_values(settings.target_modules)
     sizes = settings.sizes(window)
     condensed, last = intervals(text, settings.interval)
-    raw = last + (settings.sinks + settings.overlap if condensed else 0)
     fewest = most = refused = reading = None
     try:
         fewest, most = _beacons(settings, sizes, condensed, last, text)
@@ -108,7 +107,7 @@ def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | 
         train_ratio=settings.train_ratio,
         text=text,
         intervals=condensed,
-        raw=raw,
+        raw=last + (settings.sinks + settings.overlap if condensed else 0),
         fewest=fewest,
         most=most,
         ratio=settings.ratio,
