@@ -11,13 +11,10 @@ from typing import Any
 
 from pose_plugin.config import PoSESettings
 from pose_plugin.frameworks.axolotl_settings import likely_mistakes, require_compatible, settings_of
+from pose_plugin.plan.base import base_config, overrides
 from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
-from pose_plugin.rope import rope_overrides
-from pose_plugin.rope.apply import merge_overrides
-from pose_plugin.rope.read import as_config, text_config
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
-from pose_plugin.utils.files import read_json
 from pose_plugin.utils.tables import counted
 
 # The limit of the lengths in a `pose:` block.
@@ -124,7 +121,7 @@ def from_values(
     if beacon is not None or cfg.get("beacon") is not None:
         _check_beacon(cfg, notes)
     settings, window = _settings(cfg)
-    config |= _overrides(cfg, config, settings)
+    config |= overrides(cfg, config, settings)
     accumulate = number(cfg, "gradient_accumulation_steps", 1)
     run = replace(
         _method(cfg, notes),
@@ -163,20 +160,6 @@ def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
     if not window:
         raise PoSEError("the YAML has neither sequence_len nor pose.train_length, the trained window in tokens")
     return settings, int(window)
-
-
-def _overrides(cfg: Mapping[str, Any], config: Mapping[str, Any], settings: PoSESettings | None) -> dict[str, Any]:
-    """Return what `overrides_of_model_config` changes in the base's config.
-
-    Raises:
-        PoSEError: it contradicts the `pose:` block, as in the run.
-    """
-    theirs = dict(block(cfg, "overrides_of_model_config"))
-    if settings is None or not theirs:
-        return theirs
-    ours = rope_overrides(text_config(as_config(config)), settings.target_length, settings.rope)
-    merged = merge_overrides(ours, theirs)
-    return {key: value for key, value in merged.items() if key not in ours}
 
 
 def _with_numbers(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,28 +369,3 @@ def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
     if not reasons:
         return []
     return [f"steps assume that each of the {rows} lines is one row; {'; '.join(reasons)}. Axolotl logs the number"]
-
-
-def base_config(place: str, name: str) -> dict[str, Any]:
-    """Return the dict of a base's config.json, from a folder or from the Hub and its cache.
-
-    Args:
-        place: the folder, or the name on the Hub.
-        name: as in the YAML, for the message.
-
-    Raises:
-        PoSEError: it is not on this machine and cannot be downloaded, or it is not valid JSON.
-    """
-    from transformers import PretrainedConfig
-
-    file = Path(place) / "config.json"
-    if file.is_file():
-        return read_json(file)
-    try:
-        return PretrainedConfig.get_config_dict(place)[0]
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise PoSEError(
-            f"the config.json of {name} cannot be read from {place}: {reason}. Give a folder that has it with "
-            "--base FOLDER; the weights are not needed"
-        ) from error

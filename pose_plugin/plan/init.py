@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.plan import init_axolotl, init_trl
-from pose_plugin.plan.config_reader import Inputs, base_config, from_values
+from pose_plugin.plan.base import base_config
+from pose_plugin.plan.config_reader import Inputs, from_values
 from pose_plugin.plan.init_setup import ROWS, Setup
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.trl_script import inputs_of_script
