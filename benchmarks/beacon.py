@@ -56,7 +56,8 @@ def main() -> None:
             for method in METHODS:
                 case = _in_a_fresh_process(f"{model}:{window}:{method}:{factor}", args.smollm2)
                 cases.append({"model": model, "window": window, "method": method, "factor": factor, **case})
-                print(f"{model} {window} {method} {factor}x: {case['seconds']:.2f} s, {case['megabytes']:.0f} MB")
+                cost = f"{case['seconds']:.2f} s, {case['megabytes']:.0f} MB"
+                print(f"{model} {window} {method} {factor}x: {cost}", flush=True)
     result = {"machine": machine("torch", "transformers", "peft"), "interval": INTERVAL, "cases": cases}
     save(result, results / "beacon_cost.json")
     draw(result, figures / "beacon_cost.png")

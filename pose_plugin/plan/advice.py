@@ -75,9 +75,8 @@ def _about_coverage(plan: Plan) -> list[str]:
         few &= before > 0  # the others are in the warning above
     rare = np.flatnonzero(few)
     if rare.size:
-        lowest = before[before > 0]
-        needed = int(np.ceil(FEW_ROWS / lowest.min())) if lowest.size else 0
-        enough = f"{needed:,} rows would hold each of them in {FEW_ROWS}. " if needed else ""
+        least = before[few].min()
+        enough = f"{int(np.ceil(FEW_ROWS / least)):,} rows would hold each of them in {FEW_ROWS}. " if least else ""
         warnings.append(
             f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
             f"{rare[0] + 1}. {enough}Train more steps, more chunks or a nearer target"

@@ -70,6 +70,34 @@ def test_the_pretrained_run_in_small(tmp_path):
     assert (result["judge"]["rows"], list(result["judge"]["readers"])) == (2, ["own memory", "another text's memory"])
 
 
+def test_each_row_has_three_seeds():
+    learning = committed("beacon_learning")
+    runs = [*learning["readers"].values(), *learning["far"].values(), *learning["ablation"]["runs"].values()]
+    assert {len(each) for each in [*runs, *committed("beacon_overlap")["readers"].values()]} == {3}
+
+
+def test_the_cost_that_the_page_names():
+    """Faster than full attention from 8 windows on and by 4 at 64, while the cache grows by at most 5 %."""
+    cases = {
+        (each["method"], each["factor"]): each
+        for each in committed("beacon_cost")["cases"]
+        if each["model"] == "SmolLM2-135M"
+    }
+    gains = {n: cases["full", n]["seconds"] / cases["beacon", n]["seconds"] for n in (4, 8, 16, 32, 64)}
+    assert all(gains[n] > 1 for n in (8, 16, 32, 64)) and gains[64] >= 4
+    assert cases["beacon", 64]["cache_megabytes"] <= 1.05 * cases["beacon", 4]["cache_megabytes"]
+
+
+@pytest.mark.parametrize("part, gain, low, high", [("judge", 74, 38, 110), ("judge, kept", 87, 55, 123)])
+def test_the_memory_of_a_pretrained_model(part, gain, low, high):
+    """The criterion that was set before training, and the thousandths of a nat that the page names."""
+    found = committed("beacon_smollm2")[part]
+    assert found["wanted"] == 0.02 and found["gain"] >= found["wanted"] and found["low"] > 0
+    assert [round(1000 * found[key]) for key in ("gain", "low", "high")] == [gain, low, high]
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"{gain / 1000:.3f}" in page and f"{low / 1000:.3f} to {high / 1000:.3f}" in page
+
+
 def test_the_reading_snippet(tmp_path, monkeypatch):
     import torch
 
