@@ -123,6 +123,11 @@ class PoSETrainerMixin(_Base):
         if self.pose_callback is not None:
             self.pose_callback.saved(output_dir or self.args.output_dir or ".")
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.pose_callback is not None:
+            self.pose_callback.before_push(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
         if self.pose_callback is None:
             return super().create_model_card(*args, **kwargs)

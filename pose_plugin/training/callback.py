@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pose_plugin.attention import RestartBoundaries, require_packing_support
 from pose_plugin.checkpoints import complete_folder
+from pose_plugin.checkpoints.probe import PROBE
 from pose_plugin.checkpoints.record import model_facts, run_facts
-from pose_plugin.checkpoints.saved import NO_LIMIT
+from pose_plugin.checkpoints.saved import NO_LIMIT, RECORD
 from pose_plugin.collator import PositionCollator
 from pose_plugin.features import Packing
 from pose_plugin.positions import make_sampler, sketch
@@ -43,6 +45,7 @@ from pose_plugin.training.saving import (
 )
 from pose_plugin.utils.distributed import together
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.files import atomic_file
 from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log
 
@@ -94,6 +97,14 @@ class PoSECallback(TrainerCallback):
             resumable(Path(folder) / "config.json")
         else:
             complete_card(folder, limit)
+
+    def before_push(self, checkpoint: str | Path) -> None:
+        """Copy the record of a checkpoint into the output folder, which is what the trainer uploads next."""
+        if self.trainer.is_world_process_zero():
+            for name in (RECORD, PROBE):
+                if (Path(checkpoint) / name).is_file():
+                    with atomic_file(Path(self.trainer.args.output_dir or ".") / name) as part:
+                        shutil.copy(Path(checkpoint) / name, part)
 
     # Training.
 

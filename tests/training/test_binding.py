@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from pose_plugin import PoSECollator, extend_context
 from pose_plugin.checkpoints import check_folder
@@ -281,3 +285,24 @@ def test_callbacks_without_the_method_are_skipped():
     trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[TrainerCallback(), asked]))
     offer_trainer(trainer)
     assert asked.trainers == [trainer]
+
+
+def test_a_push_while_training_uploads_the_record(tmp_path, collator, monkeypatch):
+    uploaded = []
+
+    class Hub:
+        def upload_folder(self, folder_path, **_):
+            files = {file.name: file.read_bytes() for file in Path(folder_path).iterdir() if file.is_file()}
+            uploaded.append(files)
+            done = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    trainer = trainer_of(tmp_path, collator=collator)
+    trainer.args.push_to_hub, trainer.args.save_strategy, trainer.args.save_steps = True, SaveStrategy.STEPS, 1
+    trainer.push_in_progress, trainer.hub_model_id = None, "someone/model"  # as init_hf_repo leaves them
+    trainer.train()
+    assert len(uploaded) == 1 and json.loads(uploaded[0]["pose.json"])["target_length"] == TARGET
+    for name in ("pose.json", "pose_probe.json", "config.json", "model.safetensors"):
+        assert uploaded[0][name] == (tmp_path / "checkpoint-1" / name).read_bytes()
