@@ -1,6 +1,8 @@
-"""Warnings about a plan, each with a fix."""
+"""Warnings about a plan, each with a fix, and advice."""
 
 from __future__ import annotations
+
+import shlex
 
 import numpy as np
 
@@ -49,6 +51,21 @@ def warnings_of(plan: Plan) -> list[str]:
     if settings.content in ("skip", "window", "aligned") and inputs.chat:
         warnings.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")
     return warnings
+
+
+def notes_of(plan: Plan) -> list[str]:
+    """Return what was assumed, and advice that is no warning."""
+    notes, rope, settings = [*plan.inputs.notes], plan.rope, plan.inputs.settings
+    if settings and rope and rope.type.startswith("yarn") and make_sampler(settings).skips:
+        stretch = settings.target_length / rope.original_length
+        if stretch <= LARGE_STRETCH:
+            extend = f"target_length={settings.target_length},rope={rope.type}"
+            notes.append(
+                f"YaRN at {stretch:g} times the window may find far facts without training, and training on plain "
+                "positions may find as many as PoSE: it was so with SmolLM2-135M at 8 times. Measure it before you "
+                f"train: pose-plugin evaluate {shlex.quote(plan.inputs.base)} --extend {extend}"
+            )
+    return notes
 
 
 def _about_coverage(plan: Plan) -> list[str]:

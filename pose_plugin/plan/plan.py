@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.plan.advice import warnings_of
+from pose_plugin.plan.advice import notes_of, warnings_of
 from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import architecture, memory
@@ -54,7 +54,7 @@ def make_plan(
         more = token_operations(model, full) / token_operations(model, inputs.run)
         plan = replace(plan, memory_full_length=memory(model, full), seen=_coverage(settings, draws), more_work=more)
         plan = replace(plan, buckets=_buckets(plan))
-    return replace(plan, warnings=warnings_of(plan))
+    return replace(plan, notes=notes_of(plan), warnings=warnings_of(plan))
 
 
 def _coverage(settings: PoSESettings, draws: int | None) -> Coverage | None:
@@ -116,6 +116,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_bytes": {**plan.memory.parts(), "total": plan.memory.total},
         "memory_bytes_full_length": plan.memory_full_length.total if plan.memory_full_length else None,
         "memory_is": "estimated, not measured",
-        "notes": inputs.notes,
+        "notes": plan.notes,
         "warnings": plan.warnings,
     }  # fmt: skip

@@ -47,7 +47,7 @@ def text(plan: Plan) -> str:
     parts.append("\n" + _memory(plan))
     if plan.buckets:
         parts.append("\n" + _coverage(plan))
-    parts += [f"\nNote: {note}" for note in plan.inputs.notes]
+    parts += [f"\nNote: {note}" for note in plan.notes]
     parts += [f"\nWarning: {warning}" for warning in plan.warnings]
     return "\n".join(parts)
 

@@ -49,6 +49,7 @@ class Plan:
     seen: Coverage | None = None
     beacon: BeaconPlan | None = None
     buckets: list[Bucket] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     gpu_bytes: float | None = None
     tokens_per_second: float | None = None

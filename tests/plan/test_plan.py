@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from pose_plugin.cli.evaluate_models import parse_extension
 from pose_plugin.cli.main import main
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
@@ -47,6 +49,20 @@ def values(base, **changes):
 def plan_of(base, gpus=8, gpu_gib=None, steps=None, rows=None, **changes):
     inputs = from_values(values(base, **changes), gpus=gpus, steps=steps, rows=rows)
     return make_plan(inputs, gpu_gib, draws=200)
+
+
+def test_a_small_stretch_with_yarn_is_measured_first(base):
+    def advice(target, rope, **pose):
+        notes = plan_of(base, pose={"target_length": target, "rope": rope, **pose}).notes
+        return [note for note in notes if "--extend" in note]
+
+    (note,) = advice(32768, "yarn")
+    assert "YaRN at 4 times the window" in note
+    command = shlex.split(note.partition("pose-plugin evaluate ")[2])
+    assert command[:2] == [base, "--extend"]
+    assert parse_extension(command[2]) == (32768, {"type": "yarn"})
+    assert advice(65536, "yarn") and not advice(131072, "yarn")
+    assert not advice(32768, "linear") and not advice(32768, "yarn", sampler="none")
 
 
 def test_numbers_of_a_plan(base):
