@@ -94,15 +94,27 @@ def run_one(work: Path, arm: str, rate: str, seed: int) -> None:
 
 def lost(before: str, after: str) -> bool:
     """Return whether a model finds fewer far facts than another, by the criterion above."""
-    mean, _, high = difference(load_rows(JUDGED), after, before)
+    mean, _, high = difference(load_rows(JUDGED), [after], [before])
     return mean <= -LOST and high < 0
 
 
-def difference(rows: list[dict[str, Any]], one: str, other: str) -> tuple[float, float, float]:
-    """Return the difference of two models' far facts, and a 95 % interval by a bootstrap over haystacks."""
-    shares = [{place_of(row): far(row) for row in rows if row["model"] == name} for name in (one, other)]
-    places = sorted(shares[0].keys() & shares[1].keys())
-    gaps = np.array([[shares[0][place] - shares[1][place]] for place in places])
+def difference(rows: list[dict[str, Any]], some: list[str], others: list[str]) -> tuple[float, float, float]:
+    """Return how many more far facts some models find than others, and a 95 % interval.
+
+    Args:
+        rows: of keep.json.
+        some: models, one for each seed.
+        others: models with the same seeds, in the same order.
+
+    Returns:
+        the mean difference of shares, and the ends of its interval by a bootstrap over haystacks and seeds.
+    """
+    found = {(row["model"], place_of(row)): far(row) for row in rows}
+    read = [{place for model, place in found if model == name} for name in (*some, *others)]
+    pairs = list(zip(some, others, strict=True))
+    gaps = np.array(
+        [[found[a, place] - found[b, place] for a, b in pairs] for place in sorted(set.intersection(*read))]
+    )
     return compare.bootstrap(gaps, np.zeros_like(gaps), DRAWS)
 
 
@@ -117,12 +129,19 @@ def far(row: dict[str, Any]) -> float:
 
 
 def differences(rows: list[dict[str, Any]]) -> str:
-    """Return each trained model's far facts minus the base's."""
+    """Return each trained model's far facts minus the base's, and those of `pose` minus those of `plain`."""
     models = [name for name in dict.fromkeys(row["model"] for row in rows) if name != "base"]
+    compared = [(name, "base", [name], ["base"]) for name in models]
+    for rate in RATES:
+        seeds = [name.removeprefix("pose") for name in models if name.startswith(f"pose-{rate}-")]
+        seeds = [seed for seed in seeds if f"plain{seed}" in models]
+        if seeds:
+            some, others = [f"pose{seed}" for seed in seeds], [f"plain{seed}" for seed in seeds]
+            compared.append((f"pose-{rate}", f"plain-{rate}, seeds in both {len(seeds)}", some, others))
     lines = []
-    for name in models:
-        mean, low, high = difference(rows, name, "base")
-        lines.append(f"{name} minus base, beyond {FAR}: {mean:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
+    for name, other, some, others in compared:
+        mean, low, high = difference(rows, some, others)
+        lines.append(f"{name} minus {other}, beyond {FAR}: {mean:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
     return "\n".join(lines)
 
 
