@@ -184,3 +184,16 @@ def test_the_runs_that_keep_a_window_are_ones_that_the_plugin_takes(recall, arm,
     settings = settings_of(values)
     assert (settings.target_length, settings.train_length, settings.rope.type) == (8192, 512, "none")
     assert values["max_steps"] * values["micro_batch_size"] == 512 and "adapter" not in values
+
+
+def test_pose_and_plain_positions_are_compared_seed_by_seed(recall):
+    keep = importlib.import_module("keep")
+    found = {"base": 5, "plain-3e-4-1": 1, "pose-3e-4-1": 4, "plain-3e-4-2": 2, "pose-3e-4-2": 4, "plain-1e-4-1": 5}
+    rows = [
+        {"model": model, "text": text, "start": 0, "answers": [["a", "1", 5000, "", i < far] for i in range(5)]}
+        for model, far in found.items()
+        for text in ("one", "other")
+    ]
+    assert keep.difference(rows, ["plain-3e-4-1"], ["base"]) == pytest.approx((-0.8, -0.8, -0.8))
+    last = keep.differences(rows).splitlines()[-1]
+    assert last == "pose-3e-4 minus plain-3e-4, seeds in both 2, beyond 4096: +0.500 (95 %: +0.400 to +0.600)"
