@@ -139,7 +139,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         shares = [share([a for a in answers if (a.distance >= NEAR) == far]) for far in (False, True)]
         cells = ["/".join(map(str, counts[band])) if band in counts else "–" for band in bands]
         lines.append([model, str(length), str(len(mine)), *cells, *shares])
-    return markdown(["model", "tokens", "haystacks", *bands, "within 8192", "beyond 8192"], lines)
+    return markdown(["model", "tokens", "texts", *bands, "share within 8192", "share beyond 8192"], lines)
 
 
 def share(answers: Sequence[Answer]) -> str:

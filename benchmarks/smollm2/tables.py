@@ -10,16 +10,6 @@ from typing import Any
 from common import about, canvas, markdown
 
 METHODS = {"pose": "PoSE", "no-skip": "no skip"}
-# What README.md calls the models.
-NAMES = {
-    "base": "the original model",
-    "linear, RoPE only": "linear, not trained",
-    "linear, no skip": "linear, trained with ordinary positions",
-    "linear, PoSE": "**linear, trained with PoSE**",
-    "yarn, RoPE only": "YaRN, not trained",
-    "yarn, no skip": "YaRN, trained with ordinary positions",
-    "yarn, PoSE": "**YaRN, trained with PoSE**",
-}
 COLOURS = {"RoPE only": "tab:gray", "no skip": "tab:orange", "PoSE": "black"}
 
 
@@ -28,7 +18,7 @@ def table(result: dict[str, Any]) -> str:
     models = result["models"]
     parts = [
         ("Loss by position, nats per token", loss_rows(result)),
-        ("Loss at the last eighth, by text", text_rows(result)),
+        (f"Loss at positions {result['window'] * 7 // 8}–{result['window']}, by text", text_rows(result)),
         ("Gap probe, nats per token", rows({name: row["gap"] for name, row in models.items()}, "{:.2f}")),
         ("Passkey, found / prompts", passkey_rows(models)),
     ]
@@ -79,7 +69,8 @@ def summary(result: dict[str, Any]) -> str:
         counts = [row["passkey"][str(n)] for n in lengths]
         loss = statistics.fmean(text[last] for text in row["loss"].values())
         cells = [*(f"{count['found']}/{count['trials']}" for count in counts), f"{loss:.2f}"]
-        found.append([NAMES.get(name, name), *cells])
+        label = name.replace("yarn", "YaRN")
+        found.append([f"**{label}**" if name.endswith("PoSE") else label, *cells])
     window = f"loss, tokens {int(last):,}–{result['window']:,}"
     return markdown(["passkeys found in prompts of", *(f"{n:,} tokens" for n in lengths), window], found)
 
