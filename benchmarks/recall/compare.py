@@ -9,7 +9,9 @@ are drawn again with replacement, and both arms get the same draws.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,17 @@ def main() -> None:
     args = parser.parse_args()
     length = FAR if args.rope == "yarn-8" else LENGTH
     rows = [row for row in load_rows(RESULTS / file_of(length)) if row["length"] == length]
-    for far, where in ((True, f"beyond {NEAR}"), (False, f"within {NEAR}")):
-        shares = [shares_of(rows, name, args.rope, far) for name in (args.arm, args.other)]
-        difference, low, high = bootstrap(*paired(*shares))
-        print(f"{args.arm} − {args.other}, {where}: {difference:+.3f} (95 %: {low:+.3f} … {high:+.3f})")
+    for exact, (far, where) in product((False, True), ((True, f"beyond {NEAR}"), (False, f"within {NEAR}"))):
+        shares = [shares_of(rows, name, args.rope, far, exact) for name in (args.arm, args.other)]
+        tables = paired(*shares)
+        difference, low, high = bootstrap(*tables)
+        seeds = f"{tables[0].shape[1]} seed(s){', no digit behind the key' if exact else ''}"
+        print(f"{args.arm} − {args.other}, {where}, {seeds}: {difference:+.3f} (95 %: {low:+.3f} … {high:+.3f})")
 
 
-def shares_of(rows: list[dict[str, Any]], arm: str, rope: str, far: bool) -> dict[tuple[str, str], float]:
+def shares_of(
+    rows: list[dict[str, Any]], arm: str, rope: str, far: bool, exact: bool = False
+) -> dict[tuple[str, str], float]:
     """Collect the share of found facts by (haystack, seed) of one arm; an untrained model has the seed "".
 
     Args:
@@ -50,14 +56,16 @@ def shares_of(rows: list[dict[str, Any]], arm: str, rope: str, far: bool) -> dic
         arm: an arm of run.py, or the name of an untrained model.
         rope: of the arm.
         far: facts beyond the old window, or else those within it.
+        exact: the answer's first run of digits must be the key, and not only begin with it.
     """
     found = {}
     for row in rows:
         trained = row["model"].startswith(f"{arm}-{rope}-")
         if trained or row["model"] == arm:
             seed = row["model"].rpartition("-")[2] if trained else ""
-            asked = [answer.found for answer in answers_of(row) if (answer.distance >= NEAR) == far]
-            found[f"{row['text']}/{row['start']}", seed] = float(np.mean(asked))
+            asked = [answer for answer in answers_of(row) if (answer.distance >= NEAR) == far]
+            right = [re.findall(r"\d+", a.answer)[:1] == [a.key] if exact else a.found for a in asked]
+            found[f"{row['text']}/{row['start']}", seed] = float(np.mean(right))
     return found
 
 
