@@ -217,6 +217,45 @@ def test_readme_and_the_smollm2_page_quote_the_results():
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_of_when_it_pays_quotes_the_results():
+    tables = benchmark("paper_tables")
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+
+    def tiny(table: str, name: str) -> str:
+        values, _ = tables.means(tables.kept(tables.RESULTS, table), tables.TABLES[table])
+        row = values[name]["passkey"]
+        return f"{row[max(row)]:.2f}".removeprefix("0")
+
+    def far(model: str) -> int:
+        rows = [row for row in committed("recall")["rows"] if row["model"] == model]
+        assert len(rows) == 3
+        return sum(
+            counts[0] for row in rows for band, counts in row["bands"].items() if int(band.split("-")[0]) >= 8192
+        )
+
+    def seeds(arm: str) -> str:
+        rows = committed("recall")["rows"]
+        models = sorted({row["model"] for row in rows if row["model"].startswith(f"{arm}-yarn-4-")})
+        *others, last = (str(far(model)) for model in models)
+        return " and ".join(filter(None, [", ".join(others), last]))
+
+    def keys(model: str) -> int:
+        found = committed("smollm2")["models"][model]["passkey"]
+        return sum(found[length]["found"] for length in ("8192", "12288", "16384"))
+
+    linear, ntk, yarn = (tiny("6", f"{rope}, PoSE") for rope in ("linear", "NTK", "YaRN"))
+    assert tiny("6", "linear, no skip") == tiny("6", "NTK, no skip") == ".00"
+    for sentence in (
+        f"RoPE only {far('yarn-4')}, no skip {seeds('no_skip')}, PoSE {seeds('pose_skip')} |",
+        f"PoSE {keys('linear, PoSE')}, no skip {keys('linear, no skip')}. Tiny",
+        f"PoSE {linear} (`linear`) and {ntk} (`ntk`), no skip .00 |",
+        f"PoSE {yarn}, RoPE only {tiny('6', 'YaRN, RoPE only')}, no skip {tiny('6', 'YaRN, no skip')} |",
+        f"PoSE {tiny('2', 'linear, PoSE')} (`linear`) and {tiny('2', 'YaRN, PoSE')} (`yarn`) |",
+        f"{linear}; {tiny('4', 'v = 0 (content: contiguous)')} with `contiguous`, the default |",
+    ):
+        assert sentence in readme
+
+
 @pytest.mark.parametrize(("command", "seconds"), committed("times")["seconds"].items())
 def test_the_readme_quotes_the_times_of_the_two_commands(command, seconds):
     minutes, rest = divmod(seconds, 60)
