@@ -54,7 +54,7 @@ def warnings_of(plan: Plan) -> list[str]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """Return what was assumed, and advice that is no warning."""
+    """Return what was assumed, and advice about what to measure first."""
     notes, rope, settings = [*plan.inputs.notes], plan.rope, plan.inputs.settings
     if settings and rope and rope.type.startswith("yarn") and make_sampler(settings).skips:
         stretch = settings.target_length / rope.original_length

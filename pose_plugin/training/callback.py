@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from pose_plugin.training.saving import (
 )
 from pose_plugin.utils.distributed import together
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import atomic_file
+from pose_plugin.utils.files import staged
 from pose_plugin.utils.findings import report
 from pose_plugin.utils.log import log
 
@@ -101,10 +100,10 @@ class PoSECallback(TrainerCallback):
     def before_push(self, checkpoint: str | Path) -> None:
         """Copy the record of a checkpoint into the output folder, which is what the trainer uploads next."""
         if self.trainer.is_world_process_zero():
-            for name in (RECORD, PROBE):
-                if (Path(checkpoint) / name).is_file():
-                    with atomic_file(Path(self.trainer.args.output_dir or ".") / name) as part:
-                        shutil.copy(Path(checkpoint) / name, part)
+            with staged(Path(self.trainer.args.output_dir or ".")) as stage:
+                for name in (PROBE, RECORD):
+                    if (Path(checkpoint) / name).is_file():
+                        stage.copy(Path(checkpoint) / name, name)
 
     # Training.
 
