@@ -256,6 +256,42 @@ def test_the_table_of_when_it_pays_quotes_the_results():
         assert sentence in readme
 
 
+def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
+    """The numbers in the text of docs/smollm2.md; PREREGISTRATION.md fixed .15 more facts beyond 8,192 tokens."""
+    page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
+    with recall_benchmark() as recall:
+        compare, judge = recall("compare"), recall("judge")
+        rows = committed("recall")["rows"]
+        pose, untrained = (compare.shares_of(rows, arm, "yarn-4", True) for arm in ("pose_skip", "yarn-4"))
+        gain, low, high = compare.bootstrap(*compare.paired(pose, untrained))
+        exact = compare.shares_of(rows, "pose_skip", "yarn-4", True, exact=True)
+        answers = {(row["model"], row["text"]): judge.answers_of(row) for row in rows}
+
+    def listed(counts: list[int]) -> str:
+        *others, last = map(str, counts)
+        return f"{', '.join(others)} and {last}"
+
+    def found(arm: str, least: int) -> list[int]:
+        models = sorted({model for model, _ in answers if model.startswith(f"{arm}-yarn-4-") or model == arm})
+        sums = dict.fromkeys(models, 0)
+        for (model, _), each in answers.items():
+            if model in sums:
+                sums[model] += sum(answer.found for answer in each if answer.distance >= least)
+        return list(sums.values())
+
+    assert len({seed for _, seed in pose}) == 3 and gain < 0.15
+    exact_counts = [round(30 * sum(v for (_, seed), v in exact.items() if seed == each)) for each in "123"]
+    for sentence in (
+        f"It finds {listed(found('pose_skip', 8192))} of 90, and RoPE only {found('yarn-4', 8192)[0]}.",
+        f"That is {gain:.2f} more (95 % interval: {low:.2f} to {high:.2f})".replace("0.", "."),
+        f"No skip finds {listed(found('no_skip', 8192))} with two seeds",
+        f"PoSE finds {listed(found('pose_skip', 24576))} of 30 facts, no skip {listed(found('no_skip', 24576))}, and",
+        f"RoPE only {found('yarn-4', 24576)[0]}.",
+        f"PoSE finds {listed(exact_counts)} of the facts beyond",
+    ):
+        assert sentence in page
+
+
 @pytest.mark.parametrize(("command", "seconds"), committed("times")["seconds"].items())
 def test_the_readme_quotes_the_times_of_the_two_commands(command, seconds):
     minutes, rest = divmod(seconds, 60)
