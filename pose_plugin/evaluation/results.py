@@ -12,6 +12,8 @@ import numpy as np
 
 FEWEST = 5
 """Prompts or windows below which any difference is within noise."""
+SHORTEST_HALF = 512
+"""Tokens down to which k_max halves a measured length."""
 ERRORS = 2
 """Standard errors of the mean difference above which two models differ."""
 
@@ -139,9 +141,14 @@ class Result:
         It is the largest distance to the end, in tokens, at which, and at all smaller ones, a share of at least
         `threshold` is found; 0 if there is none. A model that sees exactly its last w tokens has a k_max of w, in
         prompts of any length. Distances are judged in steps of a quarter of the way from one measured length to the
-        next, several together if they hold fewer than five prompts.
+        next, several together if they hold fewer than five prompts. Where a measured length is more than twice the
+        one before, its half, its quarter and so on count as lengths too, down to 512 tokens.
         """
-        steps = [low + (high - low) * quarter // 4 for low, high in itertools.pairwise([0, *self.lengths])
+        marks = [0]
+        for length in self.lengths:
+            halves = {length >> k for k in range(32)}
+            marks += sorted({length, *(half for half in halves if half > marks[-1] and half >= SHORTEST_HALF)})
+        steps = [low + (high - low) * quarter // 4 for low, high in itertools.pairwise(marks)
                  for quarter in (1, 2, 3, 4)]  # fmt: skip
         trials = sorted((row.distance, row.score) for row in self.rows if row.distance is not None)
         best, found, group = 0, 0, list[tuple[int, float]]()

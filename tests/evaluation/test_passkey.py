@@ -168,21 +168,31 @@ def test_the_distance_is_that_of_the_key_sentence_to_the_end(any_tokenizer):
         assert document.input_ids[300 - document.distance :][: len(line)] == line
 
 
-def test_a_model_that_sees_its_last_tokens_scores_as_many(tokenizer):
-    """k_max depends on the distance of the key, not on the length of the prompt."""
-    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+def k_max_of(tokenizer, lengths, seen):
+    """Measure a reader of the last `seen` tokens with passkeys in prompts of these lengths."""
     measure = Passkey(filler="Grass. " * 20)
     measure.prepare(tokenizer, lengths)
-    prompts = [prompt for n in lengths for prompt in measure.prompts(n)]
-    found = {}
-    for seen in (512, 1024, 2048, 3000, 4096, 8192, 20000):
-        rows = []
-        for prompt in prompts:
-            visible = tokenizer.decode(prompt.ids[-seen + prompt.budget :])
-            read = f"The pass key is {prompt.expected[0]}. Remember" in visible
-            rows.append(Row(prompt.length, float(read), distance=prompt.distance))
-        found[seen] = Result("passkey", "", tuple(rows)).k_max()
-    assert found == {512: 512, 1024: 1024, 2048: 2048, 3000: 3072, 4096: 4096, 8192: 8192, 20000: 16384}
+    rows = []
+    for prompt in (prompt for n in lengths for prompt in measure.prompts(n)):
+        visible = tokenizer.decode(prompt.ids[-seen + prompt.budget :])
+        read = f"The pass key is {prompt.expected[0]}. Remember" in visible
+        rows.append(Row(prompt.length, float(read), distance=prompt.distance))
+    return Result("passkey", "", tuple(rows)).k_max()
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    {512: 512, 1024: 1024, 2048: 2048, 3000: 3072, 4096: 4096, 8192: 8192, 20000: 16384}.items(),
+)
+def test_a_model_that_sees_its_last_tokens_scores_as_many(tokenizer, seen, expected):
+    """k_max depends on the distance of the key, not on the length of the prompt."""
+    assert k_max_of(tokenizer, [512, 1024, 2048, 4096, 8192, 16384], seen) == expected
+
+
+@pytest.mark.parametrize("lengths", [[32768], [8192, 32768], [2048, 32768]])
+@pytest.mark.parametrize("seen", [2048, 4096, 8192])
+def test_k_max_is_no_larger_than_what_is_seen_if_only_long_prompts_are_measured(tokenizer, lengths, seen):
+    assert seen / 2 < k_max_of(tokenizer, lengths, seen) <= seen
 
 
 def result_of(found):
