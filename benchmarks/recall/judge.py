@@ -35,6 +35,12 @@ from recall.texts import NEAR  # noqa: E402
 from pose_plugin.evaluation.generation import cached  # noqa: E402
 from pose_plugin.evaluation.measures.haystack import Answer, ask, build  # noqa: E402
 
+ARMS = {
+    "no_skip": "no skip", "pose_skip": "PoSE", "pose_window": "PoSE, unbroken text", "two_views": "two views",
+    "clamped": "clamped", "full_length": "full length",
+}  # fmt: skip
+"""The arms of run.py, as tables call them."""
+
 
 def main() -> None:
     """Judge the models that are named on the haystacks that they have not read yet."""
@@ -128,18 +134,31 @@ def answers_of(row: dict[str, Any]) -> list[Answer]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Found of asked by model and band over all haystacks, and the share beyond the old window."""
+    """Found of asked by model and band over all haystacks, and the share beyond the old window; models by arm."""
     edges = edges_of(max((row["length"] for row in rows), default=0))
     bands = [f"{low}-{high}" for low, high in itertools.pairwise(edges)]
     lines = []
-    for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
+    arms = list(ARMS)
+    for model, length in sorted(
+        {(row["model"], row["length"]) for row in rows},
+        key=lambda name: (arms.index(arm) + 1 if (arm := name[0].partition("-")[0]) in arms else 0, name),
+    ):
         mine = [row for row in rows if (row["model"], row["length"]) == (model, length)]
         answers = [answer for row in mine for answer in answers_of(row)]
         counts = by_band(answers, edges)
         shares = [share([a for a in answers if (a.distance >= NEAR) == far]) for far in (False, True)]
         cells = ["/".join(map(str, counts[band])) if band in counts else "–" for band in bands]
-        lines.append([model, str(length), str(len(mine)), *cells, *shares])
+        lines.append([title_of(model), str(length), str(len(mine)), *cells, *shares])
     return markdown(["model", "tokens", "texts", *bands, "share within 8192", "share beyond 8192"], lines)
+
+
+def title_of(model: str) -> str:
+    """Name a model for readers: `pose_skip-yarn-4-1` is "PoSE, yarn-4, seed 1"."""
+    arm, _, rest = model.partition("-")
+    if arm not in ARMS:
+        return model if model == "base" else f"RoPE only, {model}"
+    rope, _, seed = rest.rpartition("-")
+    return f"{ARMS[arm]}, {rope}, seed {seed}"
 
 
 def share(answers: Sequence[Answer]) -> str:
