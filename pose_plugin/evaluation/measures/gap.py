@@ -50,7 +50,9 @@ class Gap(Measure):
     x_label: ClassVar[str] = "farthest position"
     needs_texts: ClassVar[bool] = True
 
-    max_windows: PositiveInt = Field(8, description="pieces of text", json_schema_extra={"training": 10})
+    max_windows: PositiveInt = Field(
+        8, description="pieces of text (the command reads 8)", json_schema_extra={"training": 10}
+    )
     tokens: PositiveInt | None = None
 
     _pieces: list[list[int]] = PrivateAttr([])

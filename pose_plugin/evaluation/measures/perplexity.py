@@ -67,7 +67,7 @@ class Perplexity(Measure):
         None, description="tokens between the starts of two windows; default: half of each length"
     )
     max_windows: PositiveInt | None = Field(
-        None, description="windows per length, spread evenly; the command reads all by default",
+        None, description="windows per length, spread evenly (the command reads all)",
         json_schema_extra={"training": 10},
     )  # fmt: skip
     max_tokens: Length | None = Field(None, description="tokens used from the start of each text; default: all")

@@ -32,7 +32,7 @@ class Short(Perplexity):
 
     short_length: Length | None = Field(None, description="window length in tokens; default: the base's window")
     max_windows: PositiveInt | None = Field(
-        None, description=f"windows; default: as many as hold {TOKENS} tokens, at least {LEAST}",
+        None, description=f"windows (the command reads as many as hold {TOKENS} tokens, at least {LEAST})",
         json_schema_extra={"training": 10},
     )  # fmt: skip
 
