@@ -22,6 +22,12 @@ def scores(measure, found):
     return Result(measure, "", tuple(Row(n, score, kind=kind, depth=d) for (kind, n, d), score in found.items()))
 
 
+def facts(kind, found):
+    """{largest distance to the end: found of four}"""
+    rows = [Row(n, float(i < right), kind=kind, distance=n) for n, right in found.items() for i in range(4)]
+    return Result("haystack", "", tuple(rows))
+
+
 def losses(measure, found):
     return Result(measure, "", tuple(Row(n, value) for n, value in found.items()))
 
@@ -52,6 +58,7 @@ def drawn(tmp_path_factory):
             scores("needle", {("single", 4096, 1.0): 0.75}),
             scores("topics", {("first", 2048, None): 0.5, ("first", 4096, None): 0.25}),
             losses("gap", {640: 2.0, 4096: 3.0}),
+            facts("8192", {512: 4, 1024: 3, 2048: 2, 4096: 1, 8192: 0}),
         ),
     ]
     kept = {}
@@ -79,7 +86,7 @@ def lines(axes):
 
 
 def test_which(drawn):
-    names = "gap passkey passkey_depth perplexity needle_single needle_kv longppl topics"
+    names = "gap passkey passkey_depth perplexity needle_single needle_kv longppl topics haystack"
     assert list(drawn) == [f"{name}.png" for name in names.split()] + names.split()
 
 
@@ -92,6 +99,8 @@ def test_which(drawn):
         ("longppl", {"base": ([2048], [3])}, "LongPPL", "window size (tokens)"),
         ("gap", {"without": ([2048], [1]), "long": ([640, 4096], [2, 3])}, "loss of the moved tokens (nats)",
          "farthest position"),
+        ("haystack", {"long": ([512, 1024, 2048, 4096, 8192], [100, 75, 50, 25, 0])}, "facts found",
+         "distance to the end (tokens)"),
     ],
 )  # fmt: skip
 def test_lines(drawn, name, expected, y, x):
@@ -126,6 +135,15 @@ def test_keys_by_length_with_their_intervals(drawn):
             wilson = [100 * max(0, (p + z * z / (2 * n) - root)) / (1 + z * z / n),
                       100 * min(1, (p + z * z / (2 * n) + root) / (1 + z * z / n))]  # fmt: skip
             assert [low, high] == pytest.approx(wilson, abs=1e-6)
+
+
+def test_the_windows_are_marked_at_their_distance_in_a_haystack(drawn):
+    (axes,) = drawn["haystack.png"].axes
+    named = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    assert named == {"trained 1k": 1024, "target 4k": 4096}
+    at = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2 == len(set(line.get_ydata()))]
+    assert at == [1024, 4096]
+    assert [line.is_dashed() for line in axes.lines if line.get_xdata()[0] in at] == [False, True]
 
 
 def cells(axes):
@@ -175,6 +193,8 @@ def test_heat_maps(drawn, name, expected, label):
         ("perplexity", ["Perplexity by window size. Lower is better.", "target window, 4096"]),
         ("needle_kv", ["Needles found (kv)", "A cell is one answer"]),
         ("gap", ["Loss of the moved tokens by farthest position. Lower is better."]),
+        ("haystack", ["Facts found (8192) by distance to the end.", "mean of 4 answers", "trained window, 1024",
+                      "target window, 4096"]),
     ],
 )  # fmt: skip
 def test_captions_name_axes_counts_and_marks(drawn, name, shown):

@@ -3,6 +3,7 @@ import torch
 from transformers import LlamaConfig
 
 from pose_plugin.evaluation import memory
+from pose_plugin.evaluation.measures.haystack import Haystack, Wording
 from pose_plugin.evaluation.measures.passkey import passkey
 from pose_plugin.evaluation.memory import (
     LOGIT_BYTES,
@@ -13,6 +14,7 @@ from pose_plugin.evaluation.memory import (
     operations,
     tokens_at_once,
 )
+from pose_plugin.evaluation.prompts import token_ids
 from pose_plugin.evaluation.results import Work
 from pose_plugin.utils.errors import PoSEError
 
@@ -159,3 +161,24 @@ def test_a_forecast_goes_by_operations(make_llama, monkeypatch, maximum, probe):
     assert timed == [probe] and f"512 tokens ×     4  about {duration(seconds[0])}, " in short
     assert f"2048 tokens ×     2  about {duration(seconds[1])}, " in long and "GiB" in long
     assert "harness     not estimated" in unknown and together.endswith(duration(sum(seconds)))
+
+
+def test_the_forecast_of_haystacks_reads_a_text_once_and_the_questions_token_by_token(
+    make_llama, tokenizer, monkeypatch
+):
+    """Of two facts, 300 tokens hold one."""
+    wording = Wording(question="{name}?", names=("Ann", "Bartholomew"), digits=4)
+    measure = Haystack(texts=["One text.", "Another one."], facts=2, wording=wording, progress=False)
+    measure.prepare(tokenizer, [300, 600])
+    model = make_llama(max_position_embeddings=4096)
+    monkeypatch.setattr(memory, "_seconds", lambda model, length: 3.0)
+    exact = "{:.6g}".format
+    monkeypatch.setattr(memory, "duration", exact)
+    *lines, together = forecast(model, [("haystack", measure.work(length)) for length in (300, 600)]).splitlines()
+    # The longer question, the digits, and a space and a line break before them.
+    steps, seconds = len(token_ids(tokenizer, "Bartholomew?")) + 4 + 2, []
+    for line, length, facts in zip(lines, (300, 600), (1, 2), strict=True):
+        per_text = operations(model, length) + facts * steps * operations(model, 1)
+        seconds.append(2 * per_text / (operations(model, memory.PROBE) / 3.0))
+        assert f"haystack         {length} tokens ×     2  about {exact(seconds[-1])}, " in line
+    assert together.endswith(exact(sum(seconds)))

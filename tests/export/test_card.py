@@ -13,6 +13,8 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from pose_plugin.cli.main import main
+from pose_plugin.evaluation.report import markdown
+from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.export.card import BEGIN, END, write_card
 from pose_plugin.utils.errors import PoSEError
 from tests.forked import CaseError, forked
@@ -20,9 +22,8 @@ from tests.models import edit, make_llama, save_adapter, save_full
 
 pytest.importorskip("peft")
 
-REPORT = (
-    "**Passkey accuracy ± standard error**\n\n| model | 64 | 512 |\n| --- | ---: | ---: |\n| full | 1.00 | 0.98 |\n"
-)
+# Five keys per length, at all distances; none is found more than 64 tokens back.
+KEYS = tuple(Row(n, float(d <= 64), distance=d) for n in (64, 512) for d in range(n // 8, n, n // 5))
 
 
 @pytest.fixture
@@ -112,14 +113,16 @@ def test_readme_without_metadata(full):
 def test_evaluation(full, tmp_path, inside, capsys):
     judged = full / "judged" if inside else tmp_path / "judged"
     judged.mkdir()
-    (judged / "report.md").write_text(REPORT)
+    report = Report([ModelResult("full", {"passkey": Result("passkey", "", KEYS)})])
+    (judged / "report.md").write_text(markdown(report), encoding="utf-8")
     (judged / "results.json").write_text("{}")
     (judged / "passkey.png").write_bytes(b"png")
     assert main(["card", str(full), *([] if inside else ["--evaluation", str(judged)])]) == 0
     text = (full / "README.md").read_text()
     name = "judged" if inside else "evaluation"
-    assert "| full | 1.00 | 0.98 |" in text and f"![passkey]({name}/passkey.png)" in text
+    assert "| full  | 1.00 ±0.00 | 0.20 ±0.18 |    64 |" in text and f"![passkey]({name}/passkey.png)" in text
     assert (full / name / "passkey.png").exists() and "Not evaluated" not in text
+    assert "Effective length by passkey (k_max): full 64 tokens. Up to this distance from the end, at least" in text
 
 
 def test_bad_input(full, tmp_path, capsys):
