@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import socket
 import sys
 import types
 from collections import Counter
@@ -227,11 +228,23 @@ def test_a_text_of_the_user_replaces_the_essays(tokenizer):
     assert "Who would not?" in tokenizer.decode(prompt.ids)
 
 
-def test_the_data_of_the_package(tokenizer):
-    pytest.importorskip("long_context_eval", reason='needs pip install "pose-plugin[ruler]"')
-    measure = prepared(tokenizer, [2048], trials=1)
-    assert [prompt.kind for prompt in measure.prompts(2048)] == list(TASKS)
+def test_the_data_of_the_package_needs_no_network(tokenizer, monkeypatch):
+    if importlib.util.find_spec("long_context_eval") is None:
+        pytest.skip('RULER\'s data is not installed: pip install "pose-plugin[ruler]"')
+
+    def refuse(*args, **kwargs):
+        pytest.fail("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    data_in.cache_clear()
+    lengths = [1024, 2048, 4096]
+    measure = prepared(tokenizer, lengths, trials=1)
+    for length in lengths:
+        prompts = measure.prompts(length)
+        assert [prompt.kind for prompt in prompts] == list(TASKS)
+        assert all(len(prompt.ids) + prompt.budget <= length for prompt in prompts)
     assert len(data_in().questions(SQUAD)[0]) > 5000 and len(data_in().questions(HOTPOTQA)[0]) > 7000
+    assert data_in().words_from.startswith("the words of wonderwords ")
 
 
 # lm-eval's own code, which these tests call with draws of ours. It downloads texts and words that we give it.
