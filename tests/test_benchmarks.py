@@ -166,6 +166,20 @@ def test_questions_on_a_cached_text_are_timed(tmp_path):
     assert (row["length"], row["questions"]) == (2048, 40) and "| 2048 | 40 |" in printed
 
 
+def test_the_page_quotes_what_a_cached_text_saves_and_says_what_was_timed():
+    result = committed("cached_haystack")
+    (row,), page = result["rows"], (FOLDER.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (timed,) = re.findall(r'"--prompts", .*default=(\d+)', (FOLDER / "cached_haystack.py").read_text(encoding="utf-8"))
+    length, one, together = f"{row['length']:,}", round(row["one_s"]), round(row["together_s"])
+    assert (int(timed), row["questions"]) == (3, 40)  # "three" and "forty"
+    assert row["ratio"] == pytest.approx(row["one_s"] * row["questions"] / row["together_s"])
+    assert (
+        f"With {result['model']} on one CPU core, a text of {length} tokens takes {one} s with one question, and "
+        f"{together} s with 40 questions. Forty prompts of one question each would take {round(row['ratio'])} times as "
+        "long. Only three of these prompts were timed, and their mean was multiplied by 40"
+    ) in " ".join(page.split())
+
+
 def test_the_gpu_checks_run_on_a_cpu(tmp_path, forks):
     """The GPU checks are not stale: their short form passes on a CPU."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
