@@ -61,7 +61,7 @@ ORDER = [
 """Arm, rope and seed of all runs, as PREREGISTRATION.md has them."""
 ORDER_64K = [
     *((arm, "yarn-8", seed) for seed in (1, 2, 3) for arm in ("pose_skip", "no_skip")),
-    ("pose_window", "yarn-8", 1),
+    *((arm, "yarn-8", 1) for arm in ("pose_window", "two_views", "full_length")),
 ]
 """The runs for a window of 65,536 tokens; judging them needs a GPU."""
 ROWS = 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 
 import numpy as np
@@ -135,22 +136,30 @@ def test_longer_haystacks_are_judged_on_other_texts_and_kept_in_another_file(rec
     assert list(judge.by_band(answers, judge.edges_of(65472))) == ["0-2048", "49152-65536"]
 
 
-def test_the_gpu_script_calls_the_commands_in_order_and_stops_at_its_limit(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    command = ["bash", str(ROOT / "benchmarks/gpu/recall.sh")]
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    asked = [line.split("recall/")[1] for line in done.stdout.splitlines() if "outputs" not in line]
-    assert asked == [
-        "judge.py base --length 65472",
-        "judge.py yarn-8 --length 65472",
-        "run.py all --rope yarn-8",
-        "judge.py --table --length 65472",
-    ]
-    done = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("stopped after 0 s")
+def test_the_gpu_script_calls_the_commands_in_order_and_stops_at_its_limit(recall, tmp_path):
+    script = tmp_path / "benchmarks/gpu/recall.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/gpu/recall.sh", script)
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LC_ALL": "C"}
+
+    def said(*arguments):
+        command = ["bash", str(script), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    before = ["judge.py base --length 65472", "judge.py yarn-8 --length 65472", "run.py all --rope yarn-8"]
+    after = ["judge.py --table --length 65472", "compare.py pose_skip no_skip --rope yarn-8",
+             "compare.py pose_skip yarn-8 --rope yarn-8"]  # fmt: skip
+    assert said() == [f"benchmarks/recall/{line}" for line in [*before, *after]]
+    run = recall("run")
+    runs = [run.name_of(*each) for each in run.ORDER_64K]
+    for name in [*runs, "pose_skip-yarn-4-1"]:
+        (tmp_path / "outputs/recall" / name).mkdir(parents=True)
+        (tmp_path / "outputs/recall" / f"{name}.yaml").touch()
+    trained = [f"judge.py outputs/recall/{name} --length 65472" for name in sorted(runs)]
+    assert len(trained) == 9 and said() == [f"benchmarks/recall/{line}" for line in [*before, *trained, *after]]
+    assert said("0") == ["stopped after 0 s; start it again to go on"]
 
 
 def test_short_training_loses_a_window_by_the_criterion_that_was_fixed(recall, monkeypatch):
