@@ -224,10 +224,16 @@ TABLES = {
     ),
     "content": Table(
         "Unbroken text instead of a skip in the content",
-        {"content: skip": POSE, "content: window": _pose(content="window")},
+        {
+            "content: skip": POSE,
+            "content: window": _pose(content="window"),
+            "content: window, no skip": NO_SKIP,
+        },
         [],
         "not in the paper",
         {},
+        note="The two rows with *content: window* differ in positions only. Both read one unbroken window of each "
+        "document, drawn\nin the same way. So this pair shows what the positions alone give.",
     ),
     "settings": Table(
         "Margin, unskipped rows, and clamped positions",

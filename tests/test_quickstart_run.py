@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,28 @@ def test_the_page_s_table_is_the_committed_benchmark():
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     table = quickstart.table(result["models"], result["lengths"])
     assert table in page and quickstart.with_table(page, table) == page
+
+
+def test_the_page_says_what_each_trained_row_reads():
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    usual = yaml.safe_load((QUICKSTART / "pose.yaml").read_text(encoding="utf-8"))["pose"]
+    with importing_from(QUICKSTART):
+        import run
+    for name, changes in {**run.RUNS, **benchmark("quickstart").CUT_APART}.items():
+        (said,) = re.findall(rf"^- \*{name}\*: (.*?)(?=^- |^$)", page, re.M | re.S)
+        assert re.findall(r"`content: (\w+)`", said) == [(usual | changes.get("pose", {}))["content"]], name
+
+
+def test_pose_with_unbroken_windows_finds_nearly_as_many_passkeys():
+    """The page says so, and that it differs from "no skip" in positions only."""
+    tables = benchmark("paper_tables")
+    values, seeds = tables.means(committed("paper_table_content"), tables.TABLES["content"])
+    found = {name: row["passkey"][2048] for name, row in values.items()}
+    assert seeds == 3 and abs(found["content: window"] - found["content: skip"]) < 0.05
+    assert found["content: window, no skip"] < 0.05
+    window, no_skip = (tables.TABLES["content"].rows[name] for name in ("content: window", "content: window, no skip"))
+    assert window.changes == {"pose": {"content": "window"}} and no_skip == tables.NO_SKIP
 
 
 # Bounds that the claims next to the table need: model, multiple of the window, least, most.
