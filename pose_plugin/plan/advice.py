@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 
 import numpy as np
 
 from pose_plugin.plan.types import Plan
-from pose_plugin.positions import make_sampler
+from pose_plugin.positions import Coverage, make_sampler
 from pose_plugin.rope.source import read_rope
 from pose_plugin.training.checks import LARGE_STRETCH, warning_of_no_jumps
 from pose_plugin.utils.tables import counted
 
-# A distance in fewer rows is hardly trained; in the PoSE paper's runs most distances are in some thousands.
+# A rule of thumb, not measured; in the PoSE paper's runs most distances are in some thousands of rows.
 FEW_ROWS = 100
 # arXiv 2309.10400: 1000 steps of 64 rows.
 PAPER_ROWS = 64_000
@@ -68,6 +69,29 @@ def notes_of(plan: Plan) -> list[str]:
     return notes
 
 
+def rows_needed(plan: Plan) -> int | None:
+    """Return the rows of which FEW_ROWS hold the rarest trained distance; None if nothing skips or it is not known.
+
+    The last window before the target is left out, because it is rare in every uniform scheme.
+    """
+    if plan.seen is None or not plan.skips:
+        return None
+    before = _before_the_last_window(plan.seen, plan.window)
+    least = before[before > 0].min() if _unreached(plan.seen).size else before.min()
+    return math.ceil(FEW_ROWS / least) if least else None
+
+
+def _before_the_last_window(seen: Coverage, window: int) -> np.ndarray:
+    """Return the chances of the distances 1, 2, … that are not in the last window before the target."""
+    return seen.probability[1 : max(len(seen.probability) - window, 2)]
+
+
+def _unreached(seen: Coverage) -> np.ndarray:
+    """Return the distances in no row, or none of them if they are so few that a simulation may have missed them."""
+    never = np.flatnonzero(seen.probability[1:] == 0) + 1
+    return never if never.size > len(seen.probability) * 0.05 else never[:0]
+
+
 def _about_coverage(plan: Plan) -> list[str]:
     """Return warnings about distances that few or no rows hold."""
     if plan.target is None:
@@ -75,25 +99,22 @@ def _about_coverage(plan: Plan) -> list[str]:
     if plan.seen is None:
         return ["the target is too long to simulate; run pose-plugin coverage with smaller numbers"]
     warnings: list[str] = []
-    chances = plan.seen.probability[1:]
-    never = np.flatnonzero(chances == 0)
-    unreachable = never.size > plan.target * 0.05
-    if unreachable:
+    never = _unreached(plan.seen)
+    if never.size:
         warnings.append(
-            f"{never.size} of {plan.target - 1} distances are in no row, the nearest {never[0] + 1}: the sampler does "
-            "not reach the target. Use another sampler or a nearer target"
+            f"{never.size} of {plan.target - 1} distances are in no row, the nearest {never[0]}: the sampler does not "
+            "reach the target. Use another sampler or a nearer target"
         )
     if not plan.rows:
         return warnings
-    # The last window before the target is rare in every uniform scheme.
-    before = chances[: max(plan.target - plan.window, 1)]
+    before = _before_the_last_window(plan.seen, plan.window)
     few = before * plan.rows < FEW_ROWS
-    if unreachable:
+    if never.size:
         few &= before > 0  # the others are in the warning above
     rare = np.flatnonzero(few)
     if rare.size:
-        least = before[few].min()
-        enough = f"{int(np.ceil(FEW_ROWS / least)):,} rows would hold each of them in {FEW_ROWS}. " if least else ""
+        needed = rows_needed(plan)
+        enough = f"{needed:,} rows would hold each of them in {FEW_ROWS}. " if needed else ""
         warnings.append(
             f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
             f"{rare[0] + 1}. {enough}Train more steps, more chunks or a nearer target"

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from pose_plugin.config import PoSESettings
-from pose_plugin.plan.advice import notes_of, warnings_of
+from pose_plugin.plan.advice import notes_of, rows_needed, warnings_of
 from pose_plugin.plan.beacon import plan_beacon
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import architecture, memory
@@ -103,6 +103,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "rows_of_step": plan.rows_of_step,
         "steps": inputs.steps,
         "rows": plan.rows,
+        "rows_needed": rows_needed(plan),
         "tokens": {
             "step": step,
             "all": step * inputs.steps if inputs.steps else None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pose_plugin.plan.advice import FEW_ROWS, rows_needed
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import make_sampler
@@ -43,7 +44,7 @@ def text(plan: Plan) -> str:
         facts = [str(each) for each in plan.rope.findings if each.severity == "info"]
         parts += [f"           {note}" for note in (*plan.rope.notes, *facts)]
         parts.append(_layers(plan.rope))
-    parts.append(_steps(plan))
+    parts += [_steps(plan), *_needed(plan)]
     parts.append("\n" + _memory(plan))
     if plan.buckets:
         parts.append("\n" + _coverage(plan))
@@ -132,6 +133,16 @@ def _steps(plan: Plan) -> str:
                 f"{plan.more_work:.3g} times the work"
             )
     return "\n".join(lines)
+
+
+def _needed(plan: Plan) -> list[str]:
+    """Return the line with the rows that the stretch needs, unless nothing skips."""
+    if plan.seen is None or not plan.skips:
+        return []
+    needed = rows_needed(plan)
+    if needed is None:
+        return [f"Needed     not known here: {plan.seen.draws} simulated rows lack some distances; give more --draws"]
+    return [f"Needed     {needed:,} rows, so that the rarest trained distances are in {FEW_ROWS} each, a rule of thumb"]
 
 
 def _memory(plan: Plan) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pose_plugin.plan.beacon import BeaconPlan
 from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.memory import Architecture, Memory
-from pose_plugin.positions import Coverage
+from pose_plugin.positions import Coverage, make_sampler
 from pose_plugin.rope.plan import RopePlan
+from pose_plugin.training.checks import warning_of_no_jumps
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class Plan:
     def target(self) -> int | None:
         """Return the target window, or None if nothing is extended."""
         return self.inputs.settings.target_length if self.inputs.settings else None
+
+    @property
+    def skips(self) -> bool:
+        """Return whether positions of rows skip."""
+        settings = self.inputs.settings
+        return settings is not None and make_sampler(settings).skips and warning_of_no_jumps(settings) is None
 
     @property
     def shorter(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import yaml
 
 from pose_plugin.cli.evaluate_models import parse_extension
 from pose_plugin.cli.main import main
+from pose_plugin.plan.advice import rows_needed
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.plan.report import text
@@ -307,6 +309,31 @@ def test_rows_that_a_stretch_needs(base):
     needed = int(re.search(r"([\d,]+) rows would hold each of them in 100", few(20)[0])[1].replace(",", ""))
     steps = math.ceil(needed / plan_of(base, gpus=1).rows_of_step)
     assert few(steps - 1) and not few(steps)
+    # The plan says so whether the rows are too few, enough or not known.
+    for changes in ({"max_steps": 20}, {}, {"max_steps": None}):
+        plan = plan_of(base, gpus=1, **changes)
+        assert f"\nNeeded     {needed:,} rows, so that" in text(plan) and as_dict(plan)["rows_needed"] == needed
+
+
+@pytest.mark.parametrize("pose", [{"sampler": "none"}, {"chunks": 1}])
+def test_without_skips_no_rows_are_needed(base, pose):
+    plan = plan_of(base, pose={"target_length": 32768, "rope": "yarn", **pose})
+    assert as_dict(plan)["rows_needed"] is None and "Needed" not in text(plan)
+
+
+def test_which_distance_decides_how_many_rows_are_needed(base):
+    chances = np.full(32768, 0.5)
+    plan = plan_of(base)
+    plan = replace(plan, seen=replace(plan.seen, probability=chances))
+    chances[-8192:] = 0.01  # the last window does not count
+    assert rows_needed(plan) == 200
+    chances[-8193] = 0.25
+    assert rows_needed(plan) == 400
+    # The simulation may have missed a few distances, but not many.
+    chances[5] = 0
+    assert rows_needed(plan) is None and "Needed     not known here: 200 simulated rows lack" in text(plan)
+    chances[5:16384] = 0
+    assert rows_needed(plan) == 400
 
 
 def test_overrides_of_the_models_config(base):
