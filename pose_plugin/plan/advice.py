@@ -62,9 +62,10 @@ def notes_of(plan: Plan) -> list[str]:
         if stretch <= LARGE_STRETCH:
             extend = f"target_length={settings.target_length},rope={rope.type}"
             notes.append(
-                f"YaRN at {stretch:g} times the window may find far facts without training, and training on plain "
-                "positions may find as many as PoSE: it was so with SmolLM2-135M at 8 times. Measure it before you "
-                f"train: pose-plugin evaluate {shlex.quote(plan.inputs.base)} --extend {extend}"
+                f"YaRN at {stretch:g} times the window may find far facts without training. On SmolLM2-135M, at 4 and "
+                "8 times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). "
+                f"Measure the base before you train: pose-plugin evaluate {shlex.quote(plan.inputs.base)} --extend "
+                f"{extend}"
             )
     return notes
 
