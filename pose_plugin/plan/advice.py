@@ -7,8 +7,10 @@ import shlex
 
 import numpy as np
 
+from pose_plugin.plan.config_reader import Inputs
 from pose_plugin.plan.types import Plan
 from pose_plugin.positions import Coverage, make_sampler
+from pose_plugin.rope.plan import RopePlan
 from pose_plugin.rope.source import read_rope
 from pose_plugin.training.checks import LARGE_STRETCH, warning_of_no_jumps
 from pose_plugin.utils.tables import counted
@@ -17,6 +19,8 @@ from pose_plugin.utils.tables import counted
 FEW_ROWS = 100
 # arXiv 2309.10400: 1000 steps of 64 rows.
 PAPER_ROWS = 64_000
+# A stretch at which no run of ours found most passkeys at the target; see docs/paper_tables.md.
+UNSHOWN_STRETCH = 64
 # bf16 keeps 8 bits, so the neighbours of a weight w are at least w/256 away: a step below w/512 is rounded away.
 LOST_BEYOND = 512
 
@@ -54,19 +58,24 @@ def warnings_of(plan: Plan) -> list[str]:
     return warnings
 
 
-def notes_of(plan: Plan) -> list[str]:
+def notes_of(inputs: Inputs, rope: RopePlan | None) -> list[str]:
     """Return what was assumed, and advice about what to measure first."""
-    notes, rope, settings = [*plan.inputs.notes], plan.rope, plan.inputs.settings
-    if settings and rope and rope.type.startswith("yarn") and make_sampler(settings).skips:
-        stretch = settings.target_length / rope.original_length
-        if stretch <= LARGE_STRETCH:
-            extend = f"target_length={settings.target_length},rope={rope.type}"
-            notes.append(
-                f"YaRN at {stretch:g} times the window may find far facts without training. On SmolLM2-135M, at 4 and "
-                "8 times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). "
-                f"Measure the base before you train: pose-plugin evaluate {shlex.quote(plan.inputs.base)} --extend "
-                f"{extend}"
-            )
+    notes, settings = [*inputs.notes], inputs.settings
+    if not settings or not rope or not make_sampler(settings).skips:
+        return notes
+    stretch = settings.target_length / rope.original_length
+    if rope.type.startswith("yarn") and stretch <= LARGE_STRETCH:
+        extend = f"target_length={settings.target_length},rope={rope.type}"
+        notes.append(
+            f"YaRN at {stretch:g} times the window may find far facts without training. On SmolLM2-135M, at 4 and 8 "
+            "times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). Measure the "
+            f"base before you train: pose-plugin evaluate {shlex.quote(inputs.base)} --extend {extend}"
+        )
+    if stretch >= UNSHOWN_STRETCH:
+        notes.append(
+            f"nothing was shown to work at {stretch:g} times the window: at 64 times, PoSE found few passkeys with a "
+            "tiny model; at 16 times, it found most (docs/paper_tables.md). Consider a smaller target_length"
+        )
     return notes
 
 

@@ -54,7 +54,7 @@ def make_plan(
         more = token_operations(model, full) / token_operations(model, inputs.run)
         plan = replace(plan, memory_full_length=memory(model, full), seen=_coverage(settings, draws), more_work=more)
         plan = replace(plan, buckets=_buckets(plan))
-    return replace(plan, notes=notes_of(plan), warnings=warnings_of(plan))
+    return replace(plan, notes=notes_of(inputs, plan.rope), warnings=warnings_of(plan))
 
 
 def _coverage(settings: PoSESettings, draws: int | None) -> Coverage | None:

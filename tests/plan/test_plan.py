@@ -67,6 +67,15 @@ def test_a_small_stretch_with_yarn_is_measured_first(base):
     assert not advice(32768, "linear") and not advice(32768, "yarn", sampler="none")
 
 
+@pytest.mark.parametrize("rope", ["yarn", "linear"])
+def test_a_stretch_at_which_nothing_was_shown_to_work(base, rope):
+    def advised(target, **pose):
+        notes = plan_of(base, pose={"target_length": target, "rope": rope, **pose}).notes
+        return any("nothing was shown to work at 64 times the window" in note for note in notes)
+
+    assert advised(64 * 8192) and not advised(32 * 8192) and not advised(64 * 8192, sampler="none")
+
+
 def test_numbers_of_a_plan(base):
     plan = plan_of(base)
     found = as_dict(plan)
