@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         place=args.base,
         output=os.path.join("outputs", file.stem),
     )
-    text = write_config(wish, framework)
+    text, notes = write_config(wish, framework)
     # The same text is that of the same command, which may have been killed before it said so.
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         raise PoSEError(f"--output {file} exists already; name a new file")
@@ -83,5 +83,6 @@ def run(args: argparse.Namespace) -> int:
     # A base whose config.json was given is not on this machine, so the plan needs it too.
     plan = ["pose-plugin", "plan", str(file), *(["--base", args.base] if args.base else [])]
     plan += ["--gpus", str(args.gpus)] if args.gpus > 1 else []
-    print(f"wrote {file}\nnext: {shlex.join(plan)}, then {launcher} {shlex.quote(str(file))}")
+    print("\n".join([f"wrote {file}", *(f"note: {note}" for note in notes)]))
+    print(f"next: {shlex.join(plan)}, then {launcher} {shlex.quote(str(file))}")
     return 0

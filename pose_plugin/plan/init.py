@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.plan import init_axolotl, init_trl
+from pose_plugin.plan.advice import notes_of
 from pose_plugin.plan.base import base_config
 from pose_plugin.plan.config_reader import Inputs, from_values
 from pose_plugin.plan.init_setup import ROWS, Setup
@@ -54,22 +55,25 @@ class Wish:
     output: str = "outputs/extended"
 
 
-def write_config(wish: Wish, framework: str = "axolotl") -> str:
-    """Return the text of a YAML for `axolotl train`, or of a Python script for TRL. `pose-plugin plan` takes both.
+def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]]:
+    """Write a YAML for `axolotl train`, or a Python script for TRL. `pose-plugin plan` takes both.
+
+    Returns:
+        its text, and the plan's notes about it.
 
     Raises:
         PoSEError: the base or the data cannot be read, the target does not exceed the base's window, or no method fits
             into the memory.
     """
     config = base_config(wish.place or wish.base, wish.base)
-    original = plan_rope(config, wish.target).original_length
-    window = min(original, _USUAL_WINDOW, wish.target) if wish.window is None else wish.window
+    rope = plan_rope(config, wish.target, Setup.rope)
+    window = min(rope.original_length, _USUAL_WINDOW, wish.target) if wish.window is None else wish.window
     setup = Setup(
         base=wish.base,
         data=wish.data,
         output=wish.output,
         row=_first_row(Path(wish.data)),
-        original=original,
+        original=rope.original_length,
         target=wish.target,
         window=window,
         gpus=wish.gpus,
@@ -83,7 +87,7 @@ def write_config(wish: Wish, framework: str = "axolotl") -> str:
         needed[method] = memory(architecture(config), inputs.run).total / 2**30
         # A CPU has what it has: the first method is taken, and the plan shows the memory.
         if wish.gpus == 0 or wish.method or needed[method] <= wish.gpu_gib * _USABLE:
-            return _write(replace(setup, gib=needed[method]), framework)
+            return _write(replace(setup, gib=needed[method]), framework), notes_of(inputs, rope)
     shown = ", ".join(f"{method} {size:.0f}" for method, size in needed.items())
     raise PoSEError(
         f"--gpu-memory {wish.gpu_gib:g}: no method fits ({shown} GiB per GPU); give more GPUs, or a shorter "

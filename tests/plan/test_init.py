@@ -106,6 +106,16 @@ def test_wrong_input(folder, change, message, name, capsys):
     assert not any((folder / each).exists() for each in ("c.yaml", "c.py", "d.yaml", "d.py"))
 
 
+@pytest.mark.parametrize("name", ["c.yaml", "c.py"])
+@pytest.mark.parametrize("target, note", [("256", "--extend"), ("1024", ""), ("4096", "nothing was shown to work")])
+def test_init_prints_the_notes_of_the_plan(folder, target, note, name, capsys):
+    line = ["init", "base", "--target-length", target, "--data", "messages.jsonl", "--gpus", "1", "--output", name]
+    assert main(line) == 0
+    printed = re.findall("^note: (.*)$", capsys.readouterr().out, re.M)
+    assert printed == planned(name, capsys)["notes"] and note in "".join(printed)
+    assert bool(printed) is bool(note)
+
+
 def test_one_is_in_the_singular(folder, capsys):
     line = ["plan", "--base", "base", "--target-length", "512", "--train-length", "64", "--steps", "1", "--draws", "20"]
     assert main(line) == 0
