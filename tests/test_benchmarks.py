@@ -252,7 +252,7 @@ def test_the_table_of_which_settings_quotes_the_results():
     (fixed,) = re.findall(r"PoSE − untrained ≥ (\.\d+)", plan)
     gain = f"{pose - untrained:.2f}".removeprefix("0")
     assert f"At 64 times, PoSE finds {tiny('2', 'linear, PoSE')} with `linear`." in table
-    assert f"PoSE finds {gain} more of far facts than no training, less than the {fixed} that was fixed" in table
+    assert f"a share of far facts that is {gain} larger than without training; {fixed} had been required" in table
     assert len(re.findall(r"(?<!\d)\.\d+", table)) == 3, "a number that no test recomputes"
 
 
