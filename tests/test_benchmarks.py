@@ -331,6 +331,7 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
     exact_counts = [round(30 * sum(v for (_, seed), v in exact.items() if seed == each)) for each in "123"]
     (more, interval), (more_than_no_skip, other) = difference(over_untrained), difference(over_no_skip)
     pose, untrained, plain = ARMS
+    pose_1, plain_1 = (found(arm, 8192).split(", ")[0].split(" and ")[0] for arm in (pose, plain))
     for sentence in (
         f"PoSE finds {found(pose, 8192)}, RoPE only {found(untrained, 8192)}, and no skip {found(plain, 8192)}",
         f"PoSE finds {more} more than RoPE only (95 % interval: {interval})",
@@ -341,6 +342,8 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
         f" {found(untrained, 8192, 16384)}.",
         f"are {within[pose]} for PoSE, {within[plain]} for no skip and {within[untrained]} for RoPE only",
         f"PoSE finds {listed(exact_counts)} of the facts beyond",
+        f"It finds {found('two_views', 8192)} of 90, PoSE {pose_1} and no skip {plain_1}.",
+        f"From 24,576 tokens on, it finds {found('two_views', 24576)} of 30.",
     ):
         assert sentence in page
 
