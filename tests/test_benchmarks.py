@@ -231,6 +231,26 @@ def test_readme_and_the_smollm2_page_quote_the_results():
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")
 
 
+ARMS = ("pose_skip", "yarn-4", "no_skip")
+
+
+def listed(counts: list[int]) -> str:
+    *others, last = map(str, counts)
+    return " and ".join(filter(None, [", ".join(others), last]))
+
+
+def facts_found(arm: str, least: int = 8192, most: int = 32768) -> str:
+    """Return how many facts of three texts each model of an arm finds from `least` tokens before the end on."""
+    counts: dict[str, list[int]] = {}
+    with recall_benchmark() as recall:
+        for row in committed("recall")["rows"]:
+            if row["model"] == arm or row["model"].startswith(f"{arm}-yarn-4-"):
+                far = [a.found for a in recall("judge").answers_of(row) if least <= a.distance < most]
+                counts.setdefault(row["model"], []).append(sum(far))
+    assert counts and all(len(each) == 3 for each in counts.values())
+    return listed([sum(counts[model]) for model in sorted(counts)])
+
+
 def tiny(table: str, name: str) -> str:
     """Return the share of passkeys that the tiny model finds at the target, as the pages write it."""
     tables = benchmark("paper_tables")
@@ -259,19 +279,6 @@ def test_the_table_of_which_settings_quotes_the_results():
 def test_the_table_of_when_it_pays_quotes_the_results():
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
 
-    def far(model: str) -> int:
-        rows = [row for row in committed("recall")["rows"] if row["model"] == model]
-        assert len(rows) == 3
-        return sum(
-            counts[0] for row in rows for band, counts in row["bands"].items() if int(band.split("-")[0]) >= 8192
-        )
-
-    def seeds(arm: str) -> str:
-        rows = committed("recall")["rows"]
-        models = sorted({row["model"] for row in rows if row["model"].startswith(f"{arm}-yarn-4-")})
-        *others, last = (str(far(model)) for model in models)
-        return " and ".join(filter(None, [", ".join(others), last]))
-
     def keys(model: str) -> int:
         found = committed("smollm2")["models"][model]["passkey"]
         return sum(found[length]["found"] for length in ("12288", "16384"))
@@ -279,7 +286,7 @@ def test_the_table_of_when_it_pays_quotes_the_results():
     linear, ntk, yarn = (tiny("6", f"{rope}, PoSE") for rope in ("linear", "NTK", "YaRN"))
     assert tiny("6", "linear, no skip") == tiny("6", "NTK, no skip") == ".00"
     for sentence in (
-        f"RoPE only {far('yarn-4')}, no skip {seeds('no_skip')}, PoSE {seeds('pose_skip')} |",
+        f"RoPE only {facts_found('yarn-4')}, no skip {facts_found('no_skip')}, PoSE {facts_found('pose_skip')} |",
         f"PoSE {keys('linear, PoSE')}, no skip {keys('linear, no skip')}. Tiny",
         f"PoSE {linear} (`linear`) and {ntk} (`ntk`), no skip .00 |",
         f"PoSE {yarn}, RoPE only {tiny('6', 'YaRN, RoPE only')}, no skip {tiny('6', 'YaRN, no skip')} |",
@@ -294,8 +301,7 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
     page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
     rows = committed("recall")["rows"]
     with recall_benchmark() as recall:
-        compare, judge = recall("compare"), recall("judge")
-        answers = {(row["model"], row["text"]): judge.answers_of(row) for row in rows}
+        compare = recall("compare")
 
         def shares(arm: str, far: bool = True, exact: bool = False) -> dict[tuple[str, str], float]:
             return compare.shares_of(rows, arm, "yarn-4", far, exact=exact)
@@ -309,20 +315,6 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
         exact = shares("pose_skip", exact=True)
         over_untrained, over_no_skip = gain("yarn-4"), gain("no_skip")
 
-    def found(arm: str, least: int, most: int = 32768) -> str:
-        models = sorted({model for model, _ in answers if model == arm or model.startswith(f"{arm}-yarn-4-")})
-        counts = [
-            sum(
-                a.found
-                for (name, _), each in answers.items()
-                if name == model
-                for a in each
-                if least <= a.distance < most
-            )
-            for model in models
-        ]
-        return listed(counts)
-
     def difference(values: tuple[float, float, float]) -> tuple[str, str]:
         mean, low, high = (f"{value:.2f}".replace("0.", ".") for value in values)
         return mean, f"{low} to {high}"
@@ -331,29 +323,21 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
     exact_counts = [round(30 * sum(v for (_, seed), v in exact.items() if seed == each)) for each in "123"]
     (more, interval), (more_than_no_skip, other) = difference(over_untrained), difference(over_no_skip)
     pose, untrained, plain = ARMS
-    pose_1, plain_1 = (found(arm, 8192).split(", ")[0].split(" and ")[0] for arm in (pose, plain))
+    pose_1, plain_1 = (facts_found(f"{arm}-yarn-4-1") for arm in (pose, plain))
     for sentence in (
-        f"PoSE finds {found(pose, 8192)}, RoPE only {found(untrained, 8192)}, and no skip {found(plain, 8192)}",
+        f"PoSE finds {facts_found(pose)}, RoPE only {facts_found(untrained)}, and no skip {facts_found(plain)}",
         f"PoSE finds {more} more than RoPE only (95 % interval: {interval})",
         f"{more_than_no_skip} more than no skip ({other})",
-        f"PoSE finds {found(pose, 24576)} of 30 facts, no skip {found(plain, 24576)}, and RoPE only"
-        f" {found(untrained, 24576)}.",
-        f"PoSE finds {found(pose, 8192, 16384)}, no skip {found(plain, 8192, 16384)}, and RoPE only"
-        f" {found(untrained, 8192, 16384)}.",
+        f"PoSE finds {facts_found(pose, 24576)} of 30 facts, no skip {facts_found(plain, 24576)}, and RoPE only"
+        f" {facts_found(untrained, 24576)}.",
+        f"PoSE finds {facts_found(pose, 8192, 16384)}, no skip {facts_found(plain, 8192, 16384)}, and RoPE only"
+        f" {facts_found(untrained, 8192, 16384)}.",
         f"are {within[pose]} for PoSE, {within[plain]} for no skip and {within[untrained]} for RoPE only",
         f"PoSE finds {listed(exact_counts)} of the facts beyond",
-        f"It finds {found('two_views', 8192)} of 90, PoSE {pose_1} and no skip {plain_1}.",
-        f"From 24,576 tokens on, it finds {found('two_views', 24576)} of 30.",
+        f"It finds {facts_found('two_views')} of 90, PoSE {pose_1} and no skip {plain_1}.",
+        f"From 24,576 tokens on, it finds {facts_found('two_views', 24576)} of 30.",
     ):
         assert sentence in page
-
-
-ARMS = ("pose_skip", "yarn-4", "no_skip")
-
-
-def listed(counts: list[int]) -> str:
-    *others, last = map(str, counts)
-    return " and ".join(filter(None, [", ".join(others), last]))
 
 
 @pytest.mark.parametrize(("command", "seconds"), committed("times")["seconds"].items())

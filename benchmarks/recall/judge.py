@@ -29,17 +29,12 @@ from common import RESULTS, machine, markdown  # noqa: E402
 from recall import texts  # noqa: E402
 from recall.bands import BANDS, FAR_BANDS, by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
+from recall.run import TITLES  # noqa: E402
 from recall.settings import COUNT, FAR, JUDGED, JUDGED_FAR, LENGTH, PILOT, WITHIN, WORDING, Place  # noqa: E402
 from recall.texts import NEAR  # noqa: E402
 
 from pose_plugin.evaluation.generation import cached  # noqa: E402
 from pose_plugin.evaluation.measures.haystack import Answer, ask, build  # noqa: E402
-
-ARMS = {
-    "no_skip": "no skip", "pose_skip": "PoSE", "pose_window": "PoSE, unbroken text", "two_views": "two views",
-    "clamped": "clamped", "full_length": "full length",
-}  # fmt: skip
-"""The arms of run.py, as tables call them."""
 
 
 def main() -> None:
@@ -138,11 +133,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     edges = edges_of(max((row["length"] for row in rows), default=0))
     bands = [f"{low}-{high}" for low, high in itertools.pairwise(edges)]
     lines = []
-    arms = list(ARMS)
-    for model, length in sorted(
-        {(row["model"], row["length"]) for row in rows},
-        key=lambda name: (arms.index(arm) + 1 if (arm := name[0].partition("-")[0]) in arms else 0, name),
-    ):
+    for model, length in sorted({(row["model"], row["length"]) for row in rows}, key=lambda row: (_order(row[0]), row)):
         mine = [row for row in rows if (row["model"], row["length"]) == (model, length)]
         answers = [answer for row in mine for answer in answers_of(row)]
         counts = by_band(answers, edges)
@@ -152,13 +143,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(["model", "tokens", "texts", *bands, "share within 8192", "share beyond 8192"], lines)
 
 
+def _order(model: str) -> int:
+    """Sort models that are not trained before the arms, which keep the order of TITLES."""
+    return [*TITLES].index(arm) + 1 if (arm := model.partition("-")[0]) in TITLES else 0
+
+
 def title_of(model: str) -> str:
     """Name a model for readers: `pose_skip-yarn-4-1` is "PoSE, yarn-4, seed 1"."""
     arm, _, rest = model.partition("-")
-    if arm not in ARMS:
+    if arm not in TITLES:
         return model if model == "base" else f"RoPE only, {model}"
     rope, _, seed = rest.rpartition("-")
-    return f"{ARMS[arm]}, {rope}, seed {seed}"
+    return f"{TITLES[arm]}, {rope}, seed {seed}"
 
 
 def share(answers: Sequence[Answer]) -> str:

@@ -43,6 +43,11 @@ ARMS: dict[str, dict[str, Any]] = {
         "train_length": data.LONG,
     },
 }
+TITLES = {
+    "no_skip": "no skip", "pose_skip": "PoSE", "pose_window": "PoSE, unbroken text", "two_views": "two views",
+    "clamped": "clamped", "full_length": "full length",
+}  # fmt: skip
+"""The arms as tables call them, in the order of the tables."""
 PLUGINS = {"two_views": "recall.two_views.TwoViews"}
 """What an arm needs besides its `pose:` block."""
 ROPES: dict[str, dict[str, Any]] = {
