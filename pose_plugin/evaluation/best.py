@@ -63,10 +63,11 @@ class Best:
 def best_by_measure(report: Report) -> list[Best]:
     """Return the measures that at least two models have at the same lengths, each as one figure.
 
-    Shares count as the mean over the lengths beyond the trained window, if any; losses are taken at the longest length,
-    of models whose tokenizers make the same tokens as the first one's.
+    Shares count as the mean over the lengths beyond the trained window, if any; kinds without such a length then do not
+    count. Losses are taken at the longest length, of models whose tokenizers make the same tokens as the first one's.
     """
     found = []
+    trained = report.train_length or 0
     for name in report.measures:
         measure = MEASURES[name]
         if not measure.ranked:
@@ -74,22 +75,23 @@ def best_by_measure(report: Report) -> list[Best]:
         # Losses per token mean something else where tokens differ.
         models = [m for m in report.models if name in m.results]
         models = [m for m in models if measure.higher_is_better or m.tokens == report.models[0].tokens]
+        shared = {}
         for kind in dict.fromkeys(kind for m in models for kind in m.results[name].kinds):
-            if measure.ranked_kinds and kind not in measure.ranked_kinds:
-                continue
             rows = {m.name: m.results[name].by_length(kind) for m in models if kind in m.results[name].kinds}
-            shared = sorted(set.intersection(*(set(row) for row in rows.values())))
-            title = f"{name} {kind}".strip()
-            if len(rows) < 2 or not shared:
-                continue
-            if measure.higher_is_better:
-                found.append(_mean(title, rows, shared, report.train_length))
-            elif any(math.isfinite(row[shared[-1]].score) for row in rows.values()):
-                found.append(_longest(title, rows, shared[-1]))
+            lengths = sorted(set.intersection(*(set(row) for row in rows.values())))
+            if len(rows) > 1 and lengths and kind in (measure.ranked_kinds or (kind,)):
+                shared[f"{name} {kind}".strip()] = rows, lengths
+        reaches = any(lengths[-1] > trained for _, lengths in shared.values())
+        for title, (rows, lengths) in shared.items():
+            if not measure.higher_is_better:
+                if any(math.isfinite(row[lengths[-1]].score) for row in rows.values()):
+                    found.append(_longest(title, rows, lengths[-1]))
+            elif lengths[-1] > trained or not reaches:
+                found.append(_mean(title, rows, lengths, trained))
     return found
 
 
-def _mean(title: str, rows: dict[str, dict[int, Row]], lengths: list[int], trained: int | None) -> Best:
+def _mean(title: str, rows: dict[str, dict[int, Row]], lengths: list[int], trained: int) -> Best:
     far = [n for n in lengths if trained and n > trained]
     used = far or lengths
     where = f"mean beyond {trained}" if far else "mean over lengths"

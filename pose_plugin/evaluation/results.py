@@ -141,8 +141,9 @@ class Result:
         It is the largest distance to the end, in tokens, at which, and at all smaller ones, a share of at least
         `threshold` is found; 0 if there is none. A model that sees exactly its last w tokens has a k_max of w, in
         prompts of any length. Distances are judged in steps of a quarter of the way from one measured length to the
-        next, several together if they hold fewer than five prompts. Where a measured length is more than twice the
-        one before, its half, its quarter and so on count as lengths too, down to 512 tokens.
+        next, several together if they hold fewer than five prompts; prompts that remain are judged one by one. Where a
+        measured length is more than twice the one before, its half, its quarter and so on count as lengths too, down to
+        512 tokens.
         """
         marks = [0]
         for length in self.lengths:
@@ -157,13 +158,18 @@ class Result:
                 group.append(trials.pop(0))
             if not group or (len(group) < FEWEST and trials):
                 continue
-            if sum(score for _, score in group) / len(group) < threshold:
+            # One hit among fewer than five says nothing about the nearer ones, so these are judged one by one.
+            few = len(group) < FEWEST
+            if not few and sum(score for _, score in group) / len(group) < threshold:
                 return best
-            found = max((distance for distance, score in group if score), default=0)
+            judged = itertools.takewhile(lambda trial: trial[1] >= threshold, group) if few else group
+            hits = [distance for distance, score in judged if score]
+            if not hits:
+                return best
+            found, farthest, group = hits[-1], group[-1][0], []
             best = next(step for step in steps if step >= found)
-            farthest, group = group[-1][0], []
         # The words around a fact keep it from being at the longest distance itself.
-        return steps[-1] if best and found == farthest > steps[-1] / 2 else best
+        return steps[-1] if best and found == farthest >= 7 / 8 * steps[-1] else best
 
     def metrics(self) -> dict[str, float]:
         """Return the scores by name, e.g. {"needle/single/2048": 0.98}."""

@@ -162,6 +162,17 @@ def test_kinds_count_one_by_one():
     assert (single.samples["a"], kv.samples["a"]) == ((1.0,) * 5, (0.0,) * 5)
 
 
+def test_prompts_within_the_trained_window_do_not_count_where_others_reach_beyond():
+    def facts(near, far):
+        rows = {"1024": (1024, near), "8192": (8192, far)}
+        return result("haystack", *(Row(n, share, 5, kind=kind) for kind, (n, share) in rows.items()))
+
+    models = [model("base", facts(1.0, 0.0)), model("trained", facts(0.9, 0.5))]
+    (best,) = best_by_measure(Report(models, train_length=2048))
+    assert best.measure == "haystack 8192, mean beyond 2048" and best.names == ["trained"]
+    assert len(best_by_measure(Report(models, train_length=8192))) == 2
+
+
 def test_a_model_without_one_of_the_measures_has_no_place_over_all():
     only_keys = model("c", keys({256: 10}))
     report = Report([model("a", keys({256: 5}), gap(3.0)), model("b", keys({256: 4}), gap(4.0)), only_keys])

@@ -18,7 +18,7 @@ def test_a_perfect_model_scores_one(any_tokenizer):
     model = RuleModel(right_answer(any_tokenizer), len(any_tokenizer))
     result = passkey(model, any_tokenizer, [256, 300], trials=6, **QUIET)
     assert {length: row.score for length, row in result.by_length().items()} == {256: 1.0, 300: 1.0}
-    assert result.k_max() == 300
+    assert max(row.distance for row in result.rows) <= result.k_max() <= 300
     assert result.metrics() == {"passkey/256": 1.0, "passkey/300": 1.0}
 
 
@@ -193,6 +193,20 @@ def test_a_model_that_sees_its_last_tokens_scores_as_many(tokenizer, seen, expec
 @pytest.mark.parametrize("seen", [2048, 4096, 8192])
 def test_k_max_is_no_larger_than_what_is_seen_if_only_long_prompts_are_measured(tokenizer, lengths, seen):
     assert seen / 2 < k_max_of(tokenizer, lengths, seen) <= seen
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({657: 0, 833: 0, 1784: 0, 6067: 1}, 0),  # one far hit says nothing about the nearer distances
+        ({657: 1, 833: 1, 1784: 0, 6067: 1}, 896),
+        ({900: 1, 1800: 1, 2700: 1, 3600: 1, 4470: 1}, 5120),  # no key is farther back
+        ({900: 1, 1800: 1, 2700: 1, 3600: 1, 8000: 1}, 8192),
+    ],
+)
+def test_k_max_claims_no_distance_at_which_no_key_was_asked_for(found, expected):
+    rows = [Row(8192, float(hit), distance=distance) for distance, hit in found.items()]
+    assert Result("passkey", "", tuple(rows)).k_max() == expected
 
 
 def result_of(found):
