@@ -26,7 +26,7 @@ from pose_plugin.evaluation.figures import Picture
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
 from pose_plugin.evaluation.results import ERRORS, FEWEST, ModelResult, Report, Row
-from pose_plugin.utils.files import write_whole
+from pose_plugin.utils.files import listed_files, staged
 
 ALIKE = (
     f"Best by measure: = is equal, ≈ is within noise of the best (on the same prompts or windows the mean difference "
@@ -217,8 +217,13 @@ def _html_code(sentence: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
-def to_json(report: Report) -> str:
-    """Return everything, down to the single prompt. What is not finite becomes null, which JSON can express."""
+def to_json(report: Report, files: Sequence[str] = ()) -> str:
+    """Return everything, down to the single prompt. What is not finite becomes null, which JSON can express.
+
+    Args:
+        report: what was measured.
+        files: names of the other files of the same report.
+    """
     data = {
         "best": best_sentence(best_by_measure(report)),
         "train_length": report.train_length,
@@ -227,6 +232,7 @@ def to_json(report: Report) -> str:
             {"name": m.name, "notes": m.notes, **m.facts, **{name: r.to_dict() for name, r in m.results.items()}}
             for m in report.models
         ],
+        "files": sorted(files),
     }
     return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -278,7 +284,7 @@ def _common(details: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def write(report: Report, folder: str | Path, pictures: Sequence[Picture] = ()) -> list[Path]:
-    """Write results.json, report.md, report.html and the CSV files.
+    """Write results.json, report.md, report.html and the CSV files, and remove files of an earlier report.
 
     Args:
         report: what was measured.
@@ -290,11 +296,15 @@ def write(report: Report, folder: str | Path, pictures: Sequence[Picture] = ()) 
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"results.json": to_json(report), "report.md": markdown(report), **csv_files(report)}
-    files["report.html"] = html(report, pictures)
-    for name, content in files.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in files]
+    files = {"report.md": markdown(report), **csv_files(report), "report.html": html(report, pictures)}
+    names = {*files, *(file.name for picture in pictures for file in (picture.png, picture.svg))}
+    with staged(folder) as stage:
+        for file in listed_files(folder / "results.json"):
+            if file.name not in names:
+                stage.remove(file.name)
+        for name, content in {**files, "results.json": to_json(report, [*names])}.items():
+            stage.write(name, content)
+    return [folder / name for name in ("results.json", *files)]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,13 +18,13 @@ from pose_plugin.export import exporter
 from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, shown
-from pose_plugin.utils.files import staged
+from pose_plugin.utils.files import listed_files, staged
 from pose_plugin.utils.tables import counted
 
 BEGIN, END = "<!-- pose-plugin: begin -->", "<!-- pose-plugin: end -->"
 # With an owner: a name without one may be that of a folder, see `public_name`.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_OF_EVALUATION = ("report.md", "results.json", "*.csv", "*.png")
+_OF_EVALUATION = {".md", ".csv", ".png"}
 _CITATION = """\
 ```bibtex
 @inproceedings{zhu2024pose,
@@ -72,8 +72,12 @@ def write_card(
                     f"--evaluation {evaluation} has no report.md; name the --output of `pose-plugin evaluate`"
                 )
             if found.resolve().parent != path.resolve():
-                for file in sorted(file for pattern in _OF_EVALUATION for file in found.glob(pattern)):
-                    stage.copy(file, f"evaluation/{file.name}")
+                copied = {file.name: file for file in _of_evaluation(found)}
+                for file in listed_files(path / "evaluation" / "results.json"):
+                    if file.name not in copied:
+                        stage.remove(f"evaluation/{file.name}")
+                for name, file in copied.items():
+                    stage.copy(file, f"evaluation/{name}")
         stage.write("README.md", _card_text(saved, found))
     return path / "README.md"
 
@@ -243,7 +247,7 @@ def _evaluation(saved: Saved, evaluation: Path | None) -> str:
     inside = evaluation.resolve().parent == saved.path.resolve()
     name = evaluation.name if inside else "evaluation"
     text = (evaluation / "report.md").read_text(encoding="utf-8", errors="replace").strip()
-    pictures = [f"![{file.stem}]({name}/{file.name})" for file in sorted(evaluation.glob("*.png"))]
+    pictures = [f"![{each.stem}]({name}/{each.name})" for each in _of_evaluation(evaluation) if each.suffix == ".png"]
     return "\n\n".join([text, *pictures])
 
 
@@ -276,6 +280,13 @@ def _limits(saved: Saved) -> str:
     if record is not None and record.method == "qlora":
         lines.append("Trained on a 4-bit base: on a full-precision base, answers differ by the quantisation.")
     return "\n".join(f"- {line}" for line in lines if record is not None or "rarest" not in line)
+
+
+def _of_evaluation(folder: Path) -> list[Path]:
+    """Return the files of the newest report in a folder, as far as a card needs them."""
+    files = listed_files(folder / "results.json") or folder.iterdir()
+    names = sorted({file.name for file in files if file.suffix in _OF_EVALUATION} | {"results.json"})
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _newest_evaluation(path: Path) -> Path | None:

@@ -271,6 +271,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
+def listed_files(file: Path) -> list[Path]:
+    """Return the files that a JSON file names under "files", all in its own folder; [] if it names none."""
+    try:
+        return [file.parent / Path(name).name for name in read_json(file).get("files", [])]
+    except (OSError, PoSEError, TypeError):
+        return []
+
+
 def json_text(values: Any) -> str:
     """Return values as indented JSON, as it is written to files."""
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"

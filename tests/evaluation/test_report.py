@@ -173,6 +173,19 @@ def test_files(report, tmp_path):
         assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 500 and height > 200
 
 
+def test_files_that_are_not_in_the_list_stay(report, tmp_path):
+    folder, outside = tmp_path / "report", tmp_path / "mine.csv"
+    write(report, folder)
+    for file in (folder / "notes.md", outside):
+        file.write_text("mine")
+    data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    (folder / "results.json").write_text(json.dumps({**data, "files": ["../mine.csv", *data["files"]]}))
+    write(Report(report.models[:0]), folder)
+    assert outside.exists() and {file.name for file in folder.iterdir()} == {
+        "notes.md", "report.md", "report.html", "results.json",
+    }  # fmt: skip
+
+
 def test_what_is_not_finite_stays_readable(tmp_path):
     rows = (Row(128, math.inf, details={"loss": 900.0}), Row(256, math.nan))
     report = Report([model("a", Result("perplexity", "", rows))])

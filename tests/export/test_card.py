@@ -13,7 +13,8 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from pose_plugin.cli.main import main
-from pose_plugin.evaluation.report import markdown
+from pose_plugin.evaluation.figures import draw
+from pose_plugin.evaluation.report import markdown, write
 from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.export.card import BEGIN, END, write_card
 from pose_plugin.utils.errors import PoSEError
@@ -123,6 +124,21 @@ def test_evaluation(full, tmp_path, inside, capsys):
     assert "| full  | 1.00 ±0.00 | 0.20 ±0.18 |    64 |" in text and f"![passkey]({name}/passkey.png)" in text
     assert (full / name / "passkey.png").exists() and "Not evaluated" not in text
     assert "Effective length by passkey (k_max): full 64 tokens. Up to this distance from the end, at least" in text
+
+
+def test_only_the_newest_report_is_shown_and_kept(full, tmp_path):
+    """Files of an earlier report are about a model that may have changed since."""
+    judged = tmp_path / "judged"
+    judged.mkdir()
+    first = Report([ModelResult("full", {name: Result(name, "", KEYS) for name in ("passkey", "needle")})])
+    for report in (first, Report([ModelResult("full", {"passkey": Result("passkey", "", KEYS)})])):
+        write(report, judged, draw(report, judged))
+        write_card(full, judged)
+        names = {file.name for file in (full / "evaluation").iterdir()}
+        assert ("needle.png" in names) == ("needle.csv" in names) == (report is first)
+        assert {"passkey.png", "passkey.csv", "report.md", "results.json"} <= names
+        assert ("evaluation/needle.png" in (full / "README.md").read_text()) == (report is first)
+    assert not list(judged.glob("needle*")) and (judged / "passkey.svg").exists()
 
 
 def test_bad_input(full, tmp_path, capsys):
