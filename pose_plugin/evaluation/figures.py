@@ -152,10 +152,10 @@ def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple
                 below = [max(0, 100 * (row.score - row.interval[0])) for row in rows.values()]
                 above = [max(0, 100 * (row.interval[1] - row.score)) for row in rows.values()]
                 x = [length * nudge for length in rows]
-                axes.errorbar(x, y, yerr=[below, above], label=name, elinewidth=0.8, capsize=0, **_look(i))
+                axes.errorbar(x, y, yerr=[below, above], label=_label(name), elinewidth=0.8, capsize=0, **_look(i))
             else:
                 y = [row.score if math.isfinite(row.score) else math.nan for row in rows.values()]
-                axes.plot(list(rows), y, label=name, **_look(i))
+                axes.plot(list(rows), y, label=_label(name), **_look(i))
         if measure.higher_is_better:
             axes.set_ylim(-4, 104)
             axes.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
@@ -211,7 +211,7 @@ def heat_map(
                     if value == value:
                         look = {"color": "white" if value > 55 else "#333333", "fontsize": 6}
                         axes.text(column, row, f"{value:.0f}", ha="center", va="center", **look)
-            axes.set_title(name, pad=12 if report.train_length or report.target_length else 4)
+            axes.set_title(_label(name), pad=12 if report.train_length or report.target_length else 4)
             axes.set_xticks(range(len(lengths)), [tokens(n) for n in lengths])
             axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
             axes.set_facecolor("#eeeeee")
@@ -238,6 +238,12 @@ def _figure(
     with new_figure(path, size, path.with_suffix(".svg")) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         yield figure, (list(axes.flat) if grid else axes[0][0])
+
+
+def _label(name: str) -> str:
+    """Return a model's name as matplotlib shows it: not as a formula, and in the legend if it begins with _."""
+    escaped = name.replace("$", r"\$")
+    return f"\u200b{escaped}" if name.startswith("_") else escaped
 
 
 def _look(index: int) -> dict[str, Any]:

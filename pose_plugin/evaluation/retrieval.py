@@ -90,6 +90,11 @@ class Retrieval(Asking):
         """Return what guessing among all that is in the prompt is worth; "" for nothing."""
         return ""
 
+    def note(self, prompts: Sequence[Prompt]) -> str:
+        """Return what a reader must know about prompts of one kind and length; "" for nothing."""
+        chance = self.chance(prompts[0])
+        return chance and f"chance {chance}"
+
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
         """Also make the prompts of the shortest length: the longer ones can only be easier to make."""
         super().prepare(tokenizer, lengths, windows)
@@ -103,7 +108,7 @@ class Retrieval(Asking):
 
     def judge(self, length: int, questions: Sequence[Prompt], answers: Sequence[str]) -> Result:
         first = {prompt.kind: prompt for prompt in reversed(questions)}
-        notes = {kind: chance and f"chance {chance}" for kind, p in first.items() for chance in [self.chance(p)]}
+        notes = {kind: self.note([p for p in questions if p.kind == kind]) for kind in first}
         rows = []
         for prompt, answer in zip(questions, answers, strict=True):
             score, details = self.score(answer, prompt), {"expected": list(prompt.expected), "answer": answer}

@@ -201,3 +201,12 @@ def test_captions_name_axes_counts_and_marks(drawn, name, shown):
     assert all(part in drawn[name] for part in shown), drawn[name]
     # Only what the axis reaches is drawn.
     assert ("trained window" in drawn["longppl"], "target window" in drawn["longppl"]) == (False, False)
+
+
+def test_any_name_of_a_model_is_drawn_and_in_the_legend(tmp_path):
+    names = ["_merged", "a$x_{$b"]
+    cells = {(length, depth): 2 for length in (1024, 2048) for depth in (0.0, 1.0)}
+    pictures = figures.draw(Report([model(name, keys(cells), losses("gap", {640: 2.0})) for name in names]), tmp_path)
+    for picture in pictures:
+        drawn = picture.svg.read_text(encoding="utf-8")
+        assert "<!-- \u200b_merged -->" in drawn and "<!-- a$x_{$b -->" in drawn, picture.png.name

@@ -20,7 +20,7 @@ from pose_plugin.evaluation.results import ModelResult, Report, Result, Row
 from pose_plugin.evaluation.ruler.data import ESSAYS, HOTPOTQA, SQUAD, data_in
 from pose_plugin.evaluation.ruler.fitting import fitted, score
 from pose_plugin.evaluation.ruler.tasks import DEPTHS, TASKS, Ask, CommonWords, Question, VariableTracking
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, pip_install
 from tests.evaluation.rule_model import RuleModel, constant
 from tests.forked import forked
 
@@ -185,6 +185,17 @@ def test_a_perfect_and_a_blind_model(tokenizer, folder):
     )
 
 
+def test_the_report_names_the_tokens_of_prompts_that_the_data_does_not_fill(tokenizer, folder):
+    measure = prepared(tokenizer, [1024, 65536], ruler_data=folder, ruler_tasks=["qa_1", "fwe"], trials=1)
+    notes = {}
+    for length in (1024, 65536):
+        prompts = measure.prompts(length)
+        notes |= {(row.kind, length): row.note for row in measure.judge(length, prompts, [""] * 2).rows}
+        used = len(prompts[0].ids) + prompts[0].budget
+    assert notes.pop(("qa_1", 65536)) == f"the shortest prompt has {used} tokens" and used < 32768
+    assert set(notes.values()) == {""}
+
+
 def test_any_accepted_spelling_is_kept_next_to_the_share(tokenizer, folder):
     measure = prepared(tokenizer, [1024], ruler_data=folder, ruler_tasks=["qa_1"], trials=1)
     (prompt,) = measure.prompts(1024)
@@ -230,7 +241,7 @@ def test_a_text_of_the_user_replaces_the_essays(tokenizer):
 
 def test_the_data_of_the_package_needs_no_network(tokenizer, monkeypatch):
     if importlib.util.find_spec("long_context_eval") is None:
-        pytest.skip('RULER\'s data is not installed: pip install "pose-plugin[ruler]"')
+        pytest.skip(f"RULER's data is not installed: {pip_install('ruler')}")
 
     def refuse(*args, **kwargs):
         pytest.fail("a socket was opened")

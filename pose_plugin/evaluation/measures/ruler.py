@@ -126,6 +126,11 @@ class Ruler(Retrieval):
         rows.append(Row(length, mean, len(samples), AVERAGE, samples=samples))
         return Result(self.name, self._definition(), tuple(rows), result.examples)
 
+    def note(self, prompts: Sequence[Prompt]) -> str:
+        """Name the tokens of prompts that fill less than nine tenths of their length, e.g. as the data has no more."""
+        used = min(len(prompt.ids) + prompt.budget for prompt in prompts)
+        return f"the shortest prompt has {used} tokens" if used < 0.9 * prompts[0].length else ""
+
     def score(self, answer: str, prompt: Prompt) -> float:
         return score(answer, prompt.expected)
 
