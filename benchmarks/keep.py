@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/keep.py all                # every run and its judging; hours of one core
     python benchmarks/keep.py train plain --rate 3e-4              # one run; about an hour of one idle core
     python benchmarks/keep.py judge base plain-3e-4-1              # haystacks of 8,128 tokens, and perplexity at 2,048
+    python benchmarks/keep.py ruler base plain-3e-4-1              # RULER at 4,096 tokens; needs its data (.[ruler])
     python benchmarks/keep.py table
 
 All weights are trained on 512 windows of 512 tokens of plays, without a RoPE change. `plain` has ordinary positions.
@@ -16,7 +17,9 @@ Fixed before the first run:
 - PoSE keeps the window if `pose` then finds at least .15 more than `plain` at that rate, likewise, with three seeds.
 - `pose` is trained only at rates at which `plain` loses the window. If nothing is lost, nothing has to be kept.
 
-Each command resumes. Results: results/keep_training.json and results/keep.json. Needs Axolotl.
+RULER (13 tasks of 5 prompts) was added before it was measured, and decides nothing.
+
+Each command resumes. Results: results/keep_training.json, keep.json and keep_ruler.json. Training needs Axolotl.
 """
 
 from __future__ import annotations
@@ -52,13 +55,14 @@ PLACES = tuple(
     for start in (0, 10000, 20000)
 )
 EDGES = (0, 2048, 4096, 6144, 8192)
-TRAINING, JUDGED = RESULTS / "keep_training.json", RESULTS / "keep.json"
+TRAINING, JUDGED, RULER = (RESULTS / f"keep{name}.json" for name in ("_training", "", "_ruler"))
+RULER_LENGTH, RULER_TRIALS = 4096, 5
 
 
 def main() -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("train", "judge", "all", "table"))
+    parser.add_argument("command", choices=("train", "judge", "ruler", "all", "table"))
     parser.add_argument(
         "names", nargs="*", help="an arm to train (plain, pose), or models to judge (base, plain-1e-4-1)"
     )
@@ -72,6 +76,9 @@ def main() -> None:
     elif args.command == "judge":
         for name in args.names:
             judged(args.work, name)
+    elif args.command == "ruler":
+        for name in args.names:
+            rulered(args.work, name)
     elif args.command == "all":
         judged(args.work, "base")
         for rate in RATES:
@@ -217,6 +224,18 @@ def judged(work: Path, name: str) -> None:
             row["loss_2048"] = loss(model, tokenizer, place.text)
         save_row(JUDGED, row, machine("torch", "transformers"))
         print(f"{name}, {place.text} from {place.start}: {row['bands']}", flush=True)
+
+
+def rulered(work: Path, name: str) -> None:
+    """Measure RULER of one model, once."""
+    from pose_plugin.evaluation.measures.ruler import ruler
+
+    if any(row["model"] == name for row in load_rows(RULER)):
+        return
+    model, tokenizer = judge.load(name if name == "base" else str(work / name))
+    scores = ruler(model, tokenizer, [RULER_LENGTH], trials=RULER_TRIALS).metrics()
+    save_row(RULER, {"model": name, "trials": RULER_TRIALS, "scores": scores}, machine("torch", "transformers"))
+    print(name, scores, flush=True)
 
 
 def loss(model: Any, tokenizer: Any, text: str, length: int = 2048, windows: int = 8) -> float:
