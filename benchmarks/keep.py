@@ -46,6 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "plain": {"sampler": "none", "target_margin": 0, "unskipped_ratio": 0.0},
     "pose": {"sampler": "pose", "target_margin": 512, "unskipped_ratio": 0.1},
 }
+TITLES = {"plain": "ordinary positions", "pose": "PoSE"}
 WINDOW, ROWS, BATCH = 512, 512, 2
 RATES = ("3e-4", "1e-4", "2e-5")
 FAR, LOST, DRAWS = 4096, 0.15, 10_000
@@ -248,7 +249,8 @@ def loss(model: Any, tokenizer: Any, text: str, length: int = 2048, windows: int
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Found of asked by distance, and the perplexity at 2,048 tokens, by model."""
+    """Found of asked by distance, the perplexity at 2,048 tokens, and RULER's average, by model."""
+    averages = {row["model"]: row["scores"][f"ruler/average/{RULER_LENGTH}"] for row in load_rows(RULER)}
     bands = [f"{low}-{high}" for low, high in itertools.pairwise(EDGES)]
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -256,8 +258,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         counts = by_band([answer for row in mine for answer in judge.answers_of(row)], EDGES)
         losses = [row["loss_2048"] for row in mine if "loss_2048" in row]
         cells = ["/".join(map(str, counts[band])) if band in counts else "–" for band in bands]
-        lines.append([model, str(len(mine)), *cells, f"{math.exp(sum(losses) / len(losses)):.2f}" if losses else "–"])
-    return markdown(["model", "haystacks", *bands, "perplexity, 2048"], lines)
+        perplexity = f"{math.exp(sum(losses) / len(losses)):.2f}" if losses else "–"
+        ruler = f"{averages[model]:.2f}" if model in averages else "–"
+        lines.append([title_of(model), str(len(mine)), *cells, perplexity, ruler])
+    return markdown(["model", "texts", *bands, "perplexity, 2048", f"RULER, {RULER_LENGTH}"], lines)
+
+
+def title_of(model: str) -> str:
+    """Return the name of a model in tables, e.g. "PoSE, 3e-4, seed 1"."""
+    arm, _, run_of = model.partition("-")
+    rate, _, seed = run_of.rpartition("-")
+    return f"{TITLES[arm]}, {rate}, seed {seed}" if arm in TITLES else model
 
 
 if __name__ == "__main__":
