@@ -106,7 +106,8 @@ def _run(args: argparse.Namespace) -> int:
     from pose_plugin.evaluation.results import Report
     from pose_plugin.evaluation.run import Session
 
-    evaluator = _evaluator(asked.measures, here)
+    evaluator = _evaluator(asked.measures, here, len(asked.extensions))
+    with_distinct_names([*sources, *filter(None, [evaluator])])
     session = Session(
         asked.measures, lengths, output, args.dtype, args.device, args.fresh, where_possible=not asked.lengths
     )
@@ -270,17 +271,26 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _evaluator(measures: list[Measure], sources: list[Source]) -> Source | None:
-    """Return the model that measures ask: one of the models or another; default: the last. None if none asks."""
+def _evaluator(measures: list[Measure], sources: list[Source], variants: int) -> Source | None:
+    """Return the model that measures ask: one of the models or another. None if none asks.
+
+    Args:
+        measures: what is measured.
+        sources: the models in this process.
+        variants: how many of them, behind the first, are variants of it; the default is the last of the others.
+    """
     asking = [measure for measure in measures if measure.needs_evaluator]
     if not asking:
         return None
     named = getattr(asking[0], "evaluator", None)
     if named is None:
-        return sources[-1]
+        return sources[-1] if len(sources) > 1 + variants else sources[0]
     from pose_plugin.checkpoints.load import describe
 
-    same = [source for source in sources if named in (source.path, source.name)]
+    place = Path(named).resolve()
+    same = [source for source in sources if Path(source.path).resolve() == place]
+    # A folder is no name in the tables.
+    same = same or [source for source in sources if source.name == named and not place.is_dir()]
     return same[0] if same else describe(named)
 
 

@@ -143,9 +143,9 @@ def _name_by_folders(sources: list[Source]) -> None:
 
 
 def with_distinct_names(sources: list[Source]) -> list[Source]:
-    """Number models of the same name."""
+    """Number models of the same name; one that is listed twice counts once."""
     taken: set[str] = set()
-    for source in sources:
+    for source in {id(source): source for source in sources}.values():
         more = (f"{source.name} ({n})" for n in itertools.count(2))
         source.name = next(name for name in itertools.chain([source.name], more) if name not in taken)
         taken.add(source.name)

@@ -74,13 +74,17 @@ class Session:
         """Check everything that can be checked without weights.
 
         Raises:
-            PoSEError: every option that cannot work, its value and the fix, one line each.
+            PoSEError: every option that cannot work, its value and the fix, one line each; two models of one name.
         """
         texts = next((measure.texts for measure in self.measures if measure.texts), [])
         self._alone = len(sources) == 1
-        everyone = {source.name: source for source in [*sources, *filter(None, [evaluator])]}
+        everyone = {id(source): source for source in [*sources, *filter(None, [evaluator])]}.values()
+        names = [source.name for source in everyone]
+        if len(set(names)) < len(names):
+            # Tokenizers and answers are found by them.
+            raise PoSEError(f"names={names}: two models have the same; give each a name of its own")
         complaints, device = Complaints(), place(self.device)
-        for source in everyone.values():
+        for source in everyone:
             with complaints:
                 served = isinstance(source, ServedSource)
                 if not served:

@@ -258,11 +258,14 @@ def test_missing_matplotlib_is_said_before_anything_is_measured(folders, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def generous(monkeypatch):
+    """Nothing is far from everything in a random model, so every token is taken for a key token."""
+    ask, limits = LongPPL.ask, {"alpha": -99.0, "beta": -99.0}
+    monkeypatch.setattr(LongPPL, "ask", lambda self, *given: ask(self.model_copy(update=limits), *given))
+
+
 def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys, monkeypatch):
-    # Nothing is far from everything in a random model, so every token is taken for a key token.
-    generous = {"alpha": -99.0, "beta": -99.0}
-    ask = LongPPL.ask
-    monkeypatch.setattr(LongPPL, "ask", lambda self, *given: ask(self.model_copy(update=generous), *given))
+    generous(monkeypatch)
     arguments = [
         folders / "base", folders / "adapter", "--extend", "target_length=1024,rope=linear", "--lengths", "420,500",
         "--tasks", "passkey,perplexity,needle,longppl,gap,short", "--texts", folders / "text.txt", "--trials", 5,
@@ -296,6 +299,25 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
         assert run(*arguments) == 0
         assert capsys.readouterr().out.count("nothing is missing") == 3
     assert json.loads((tmp_path / "results.json").read_text()) == data
+
+
+def test_an_evaluator_of_the_same_folder_name_answers_for_itself(folders, tmp_path, monkeypatch, make_llama):
+    generous(monkeypatch)
+    other = tmp_path / "other" / "base"
+    make_llama(seed=1).save_pretrained(other)
+    describe(str(folders / "base")).tokenizer.save_pretrained(other)
+
+    def answers(*more):
+        output = tmp_path / f"out{len(more)}"
+        arguments = [folders / "base", "--lengths", "420", "--trials", 3, *more, "--no-figures", "--output", output]
+        assert run(*arguments) == 0
+        found = json.loads((output / "results.json").read_text())["models"][0]
+        return [row["details"] for row in found["passkey"]["rows"]], found.get("longppl", {}).get("definition", "")
+
+    alone, _ = answers("--tasks", "passkey")
+    judged, definition = answers("--tasks", "passkey,longppl", "--evaluator", other, "--texts",
+                                 folders / "text.txt", "--short-context", 128)  # fmt: skip
+    assert judged == alone and "the evaluator, base (2)," in definition
 
 
 def test_topics_and_the_plan(folders, tmp_path, capsys):

@@ -259,6 +259,32 @@ def test_models_of_one_name_are_told_apart(folder, tmp_path):
         names(*models, "--label", f"x={models[0]}", "--label", f"x={models[1]}")
 
 
+def test_who_selects_the_key_tokens(folder, tmp_path, monkeypatch):
+    """By default the last MODEL, never a variant of `--extend`; a folder is that folder, and else a name is a name."""
+    trained, elsewhere = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("trained", "elsewhere/base"))
+    stretch = ["--extend", "target_length=1k,rope=linear"]
+
+    def chosen(models, variants=0, named=None):
+        asking = SimpleNamespace(needs_evaluator=True, evaluator=named and str(named))
+        return command._evaluator([asking], sources(*models, *stretch * variants), variants)
+
+    assert [chosen([folder], n).maximum for n in (0, 1, 2)] == [256] * 3
+    assert [chosen([folder, trained], n).name for n in (0, 1, 2)] == ["trained"] * 3
+    assert chosen([folder, trained], 1, folder).name == chosen([folder, trained], 1, f"{folder}/").name == "base"
+    assert chosen([folder], 1, "base + linear (RoPE only)").maximum == 1024
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert chosen([folder], named="base").path == "base" and chosen([folder], named=elsewhere).path == str(elsewhere)
+
+
+def test_two_models_of_one_name_are_an_error(folder, tmp_path):
+    """Tokenizers and answers are found by the name, so one would have those of the other."""
+    one, other = describe(str(folder)), describe(str(folder))
+    for models, evaluator in (([one, other], None), ([one], other)):
+        with pytest.raises(PoSEError, match=r"names=\['base', 'base'\]"):
+            Session([], [200], tmp_path / "out", "auto", "cpu").check(models, evaluator, Windows())
+    Session([], [200], tmp_path / "out", "auto", "cpu").check([one], one, Windows())
+
+
 def test_what_beacons_read_beyond_the_window_is_no_fault(folder, tmp_path):
     notes = {}
     for kind in (BEACON, "LORA"):
