@@ -24,7 +24,7 @@ from pose_plugin.attention import attention_function
 from pose_plugin.collator import PositionCollator
 from pose_plugin.features import Packing
 from pose_plugin.positions import Window
-from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+from pose_plugin.rope.read import original_length, text_config
 from pose_plugin.selftest_layers import Layers
 from pose_plugin.utils.distributed import all_problems, outside_training
 from pose_plugin.utils.errors import SelfTestError
@@ -236,7 +236,7 @@ class _Probe:
         config = text_config(unwrap(model).config)
         vocabulary = int(config.vocab_size)
         # L_0, the window of the base; 0 if the model was not extended.
-        self.window = int((lookup(config, RECORD_KEY) or {}).get("original_length") or 0)
+        self.window = int(original_length(config) or 0)
         self.rotary = any("rotary" in type(module).__name__.lower() for module in model.modules()) or any(
             name.endswith("inv_freq") for name, _ in model.named_buffers()
         )

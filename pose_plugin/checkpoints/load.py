@@ -164,6 +164,13 @@ class Source:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @property
+    def original(self) -> int | None:
+        """The window before this package stretched the model; `maximum` if it did not."""
+        from pose_plugin.rope.read import original_length
+
+        return original_length(self.config) or self.maximum
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What the report keeps about this model."""
         rope = getattr(self.config.get_text_config(), "rope_parameters", None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pose_plugin.checkpoints.reload_worker import measure, weight_type
 from pose_plugin.checkpoints.schema import Probe, read
-from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+from pose_plugin.rope.read import lookup, original_length, text_config
 from pose_plugin.utils.files import Stage
 
 PROBE = "pose_probe.json"
@@ -63,7 +63,7 @@ def take_probe(
     Returns: what `read_probe` returns.
     """
     text = text_config(model.config)
-    original = (lookup(text, RECORD_KEY) or {}).get("original_length") or text.max_position_embeddings
+    original = original_length(text) or text.max_position_embeddings
     probe: dict[str, Any] = probe_inputs(int(text.vocab_size), int(original), target_length)
     dtype = weight_type(model)
     if compute is None and dtype == "float32" and _in_tf32(model):

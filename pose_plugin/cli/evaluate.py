@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     session = Session(
         asked.measures, lengths, output, args.dtype, args.device, args.fresh, where_possible=not asked.lengths
     )
-    session.check(sources, evaluator, Windows(base=sources[0].maximum, trained=trained))
+    session.check(sources, evaluator, Windows(base=sources[0].original, trained=trained))
     if args.plan:
         if session.ranks.rank == 0:
             print(session.forecast(sources))

@@ -127,11 +127,11 @@ class EvaluationCallback(TrainerCallback):
         require_same_plan(model, digest([[measure.depends() for measure in self.measures], self.lengths]))
 
     def _windows(self, model: Any) -> Windows:
-        from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+        from pose_plugin.rope.read import original_length, text_config
 
         config = text_config(unwrap(model).config)
-        noted = (lookup(config, RECORD_KEY) or {}).get("original_length")
-        return Windows(noted or self.train_length or config.max_position_embeddings, self.train_length)
+        base = original_length(config) or self.train_length or config.max_position_embeddings
+        return Windows(base, self.train_length)
 
     def _ask(self, measure: Measure, model: Any, tokenizer: Any) -> dict[int, Any]:
         """Return what the measure's evaluator says about each length; the model is removed from memory afterwards."""

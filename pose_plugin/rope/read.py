@@ -45,6 +45,11 @@ def text_config(config: Any) -> Any:
         ) from None
 
 
+def original_length(config: Any) -> int | None:
+    """Return L_0, the window before this package stretched the model, in tokens; None if it did not."""
+    return (lookup(text_config(config), RECORD_KEY) or {}).get("original_length")
+
+
 def as_config(config: Any) -> Any:
     """Return a config object for the dict of a config.json, so that the model's defaults apply.
 

@@ -13,7 +13,7 @@ from pose_plugin.checkpoints import read_record
 from pose_plugin.checkpoints.merge import trains_embeddings_apart
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import make_sampler
-from pose_plugin.rope.read import RECORD_KEY, lookup, text_config
+from pose_plugin.rope.read import RECORD_KEY, lookup, original_length, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log
 
@@ -211,7 +211,7 @@ def frozen_parts(model: Any) -> list[str]:
 
 def warning_of_frozen_parts(model: Any, target_length: int) -> str | None:
     """Return a sentence for the log if a large stretch leaves embeddings or norms frozen, else None."""
-    original = (lookup(text_config(model.config), RECORD_KEY) or {}).get("original_length")
+    original = original_length(model.config)
     frozen = frozen_parts(model)
     if not original or not frozen or target_length / original < LARGE_STRETCH:
         return None

@@ -320,6 +320,15 @@ def test_an_evaluator_of_the_same_folder_name_answers_for_itself(folders, tmp_pa
     assert judged == alone and "the evaluator, base (2)," in definition
 
 
+def test_short_reads_the_base_s_window_whatever_model_is_first(folders, tmp_path):
+    """Of an adapter the window before the stretch, 256 tokens, and not the 1,024 of its config."""
+    code = run(folders / "adapter", "--lengths", "200", "--tasks", "short", "--texts", folders / "text.txt",
+               "--max-windows", 1, "--no-figures", "--output", tmp_path)  # fmt: skip
+    assert code == 0
+    row = json.loads((tmp_path / "results.json").read_text())["models"][0]
+    assert list(row["short"]["scores"]) == ["short_perplexity/256"]
+
+
 def test_topics_and_the_plan(folders, tmp_path, capsys):
     arguments = [folders / "base", "--lengths", "1000", "--tasks", "topics", "--trials", 2, "--output", tmp_path]
     assert run(*arguments, "--plan") == 0
