@@ -112,9 +112,10 @@ class EvaluationCallback(TrainerCallback):
             for measure in self.measures:
                 try:
                     if self.where_possible:
-                        left_out = prepare_where_possible(measure, tokenizer, self.lengths, self._windows(model))
+                        left_out, why = prepare_where_possible(measure, tokenizer, self.lengths, self._windows(model))
                         if left_out:
-                            log.info(left_out)
+                            listed = ", ".join(map(str, left_out))
+                            log.info("%s is not measured at %s: %s", measure.name, listed, why)
                     else:
                         measure.prepare(tokenizer, self.lengths, self._windows(model))
                     if measure.needs_evaluator and measure.answers is None:

@@ -179,11 +179,11 @@ def default_lengths(target: int) -> list[int]:
 
 def prepare_where_possible(
     measure: Measure, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None
-) -> str:
+) -> tuple[list[int], str]:
     """Prepare a measure for as many of some lengths as it can be measured at.
 
     Returns:
-        which lengths are left out and why; "" if none is.
+        the lengths that are left out, and why.
 
     Raises:
         PoSEError: it can be measured at none of them.
@@ -196,8 +196,7 @@ def prepare_where_possible(
         except PoSEError as error:
             reason = error
             continue
-        left_out = ", ".join(str(n) for n in lengths if n not in some)
-        return f"{measure.name} is not measured at {left_out}: {reason}" if left_out else ""
+        return [n for n in lengths if n not in some], str(reason)
     raise reason or PoSEError("lengths is empty")
 
 

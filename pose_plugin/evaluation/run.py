@@ -102,9 +102,11 @@ class Session:
 
     def _prepare(self, measure: Measure, source: Source, evaluator: Source | None, windows: Windows) -> None:
         if self.where_possible:
-            left_out = prepare_where_possible(measure, source.tokenizer, self.lengths, windows)
+            left_out, why = prepare_where_possible(measure, source.tokenizer, self.lengths, windows)
             if left_out:
-                print(f"{source.name}: {left_out}", flush=True)
+                listed = ", ".join(map(str, left_out))
+                print(f"{source.name}: {measure.name} is not measured at {listed}: {why}", flush=True)
+            self.left_out += [LeftOut(source.name, measure.name, n, why, longer=False) for n in left_out]
         else:
             measure.prepare(source.tokenizer, self.lengths, windows)
         if measure.needs_evaluator and evaluator is not None:
@@ -237,10 +239,12 @@ class Session:
         logits = [measure.name for measure in self.measures if not measure.on_a_server]
         if isinstance(source, ServedSource) and logits:
             notes.append(f"{', '.join(logits)} cannot be measured: servers do not return logits")
+        lengths: dict[tuple[str, str], list[str]] = {}
+        for each in self.left_out:
+            if each.who in (None, source.name):
+                lengths.setdefault((each.name, each.reason), []).extend([str(each.length)] if each.length else [])
         notes += [
-            f"{each.name}{f' at {each.length}' if each.length else ''} was left out: {each.reason}"
-            for each in self.left_out
-            if each.who in (None, source.name)
+            f"{name}{' at ' + ', '.join(at) if at else ''} was left out: {why}" for (name, why), at in lengths.items()
         ]
         first = next(iter(self._tokens))
         if self._tokens[source.name] != self._tokens[first]:

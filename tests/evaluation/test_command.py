@@ -175,6 +175,9 @@ def test_without_lengths_they_follow_from_the_target(folders, tmp_path, capsys, 
     row = json.loads((tmp_path / "results.json").read_text())["models"][0]
     assert list(row["passkey"]["scores"]) == [f"passkey/{n}" for n in asked]
     assert list(row["perplexity"]["scores"]) == [f"perplexity/{n}" for n in asked[:3]]
+    # Readers of the results learn it too, and a length that a measure cannot have is no failure.
+    reason = "perplexity at 1024, 2048 was left out: length="
+    assert any(reason in note for note in row["notes"]) and reason in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize("place", ["file/below", "finished.jsonl is a folder", "results.json is a folder"])
