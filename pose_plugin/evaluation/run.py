@@ -63,6 +63,7 @@ class Session:
         self.failed = False
         self._prepared: dict[str, list[Measure]] = {}
         self._answers: dict[str, Answers] = {}
+        self._said: dict[str, dict[int, Any]] = {}  # by the evaluator, per measure and length
         self._tokens: dict[str, str] = {}
         self._alone = True
         with writing(output):
@@ -99,6 +100,8 @@ class Session:
                         self._prepare(measure, source, evaluator, windows)
                 self._tokens[source.name] = digest(tokens_of(source.tokenizer, texts)) if texts else ""
         complaints.raise_all()
+        if evaluator is not None:
+            self._recall(evaluator)
 
     def _prepare(self, measure: Measure, source: Source, evaluator: Source | None, windows: Windows) -> None:
         if self.where_possible:
@@ -173,25 +176,31 @@ class Session:
         self.ranks.meet()
 
     def ask(self, evaluator: Source) -> None:
-        """Let the evaluator answer what measures ask it about each length, or read what it answered before."""
+        """Let the evaluator answer what measures ask it about each length, unless it did before."""
         if self.ranks.world > 1:
             self._ask(evaluator, self.ranks)
             self._join()
+            self._recall(evaluator)
         self._ask(evaluator)
+        for measure in itertools.chain.from_iterable(self._prepared.values()):
+            measure.answers = self._said.get(measure.name)
+
+    def _recall(self, evaluator: Source) -> None:
+        """Read what the evaluator answered before."""
+        for measure in self._asking(evaluator):
+            kept = {n: self.journal.get(self._key(evaluator, measure, n, "answer")) for n in measure.pieces()}
+            self._said[measure.name] = {n: rows[-1]["result"] for n, rows in kept.items() if rows}
+
+    def _asking(self, evaluator: Source) -> list[Measure]:
+        return [measure for measure in self._prepared[evaluator.name] if measure.needs_evaluator]
 
     def _ask(self, evaluator: Source, ranks: Ranks | None = None) -> None:
         model = None
-        for measure in self._prepared[evaluator.name]:
-            if not measure.needs_evaluator:
-                continue
-            answers: dict[int, Any] = {}
+        for measure in self._asking(evaluator):
+            answers = self._said[measure.name]
             for number, n in enumerate(measure.pieces()):
-                if (ranks and not ranks.mine([n], number)) or self._is_left_out(None, measure, n):
-                    continue
-                key = self._key(evaluator, measure, n, "answer")
-                kept = self.journal.get(key)
-                if kept:
-                    answers[n] = kept[-1]["result"]
+                known = n in answers or self._is_left_out(None, measure, n)
+                if known or (ranks and not ranks.mine([n], number)):
                     continue
                 try:
                     if model is None:
@@ -203,10 +212,7 @@ class Session:
                     # Longer ones need more.
                     self._leave_out(None, measure.name, n, reason, isinstance(error, TooLittleMemory))
                     continue
-                self._keep(key, evaluator, measure, n, answers[n])
-            for prepared in itertools.chain.from_iterable(self._prepared.values()):
-                if prepared.name == measure.name:
-                    prepared.answers = answers
+                self._keep(self._key(evaluator, measure, n, "answer"), evaluator, measure, n, answers[n])
 
     def results(self, source: Source) -> Iterator[ModelResult]:
         """Yield the model's results after each measure, more of them each time."""
@@ -338,7 +344,7 @@ class Session:
             "length": n,
             "model": self._identity(source),
             "options": measure.depends(),
-            "answer": (measure.answers or {}).get(n) if what == "result" else None,
+            "answer": self._said.get(measure.name, {}).get(n) if what == "result" else None,
         })  # fmt: skip
 
     def _identity(self, source: Source) -> str:

@@ -301,6 +301,8 @@ def test_all_tasks_side_by_side_and_the_best_is_named(folders, tmp_path, capsys,
         patch.setattr("pose_plugin.evaluation.run.load", lambda *a: pytest.fail("loaded"))
         assert run(*arguments) == 0
         assert capsys.readouterr().out.count("nothing is missing") == 3
+    assert run(*arguments, "--plan") == 0
+    assert capsys.readouterr().out.count("nothing is missing") == 3
     assert json.loads((tmp_path / "results.json").read_text()) == data
 
 

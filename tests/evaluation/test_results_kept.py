@@ -17,6 +17,8 @@ from pose_plugin.evaluation import run as session
 from pose_plugin.evaluation.fingerprints import FINISHED
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.measures import MEASURES, harness
+from pose_plugin.evaluation.measures.longppl import LongPPL
+from pose_plugin.evaluation.ranks import Ranks
 from pose_plugin.evaluation.run import Session
 from pose_plugin.utils.errors import PoSEError
 
@@ -52,7 +54,7 @@ def keys(folder, tmp_path, monkeypatch):
         run = Session(measures, lengths, tmp_path / "out", dtype, None)
         run.check([source], None, Windows(base=256, trained=100))
         prepared = {measure.name: measure for measure in run._prepared[source.name]}
-        prepared["longppl"].answers = {length: [list(answer)]}
+        run._said["longppl"] = {length: [list(answer)]}
         found = {name: run._key(source, measure, length) for name, measure in prepared.items()}
         found["answer"] = run._key(source, prepared["longppl"], length, "answer")
         assert len(set(found.values())) == len(ALL)
@@ -283,6 +285,24 @@ def test_two_models_of_one_name_are_an_error(folder, tmp_path):
         with pytest.raises(PoSEError, match=r"names=\['base', 'base'\]"):
             Session([], [200], tmp_path / "out", "auto", "cpu").check(models, evaluator, Windows())
     Session([], [200], tmp_path / "out", "auto", "cpu").check([one], one, Windows())
+
+
+def test_key_tokens_that_another_process_has_found_count(folder, tmp_path, monkeypatch):
+    """Each of two processes lets the evaluator answer about one of two lengths; both measure both."""
+    source, asked, found = describe(str(folder)), [], []
+    monkeypatch.setattr(LongPPL, "ask", lambda self, model, n: asked.append(n) or [[n - 1]])
+    monkeypatch.setattr(Session, "_open", lambda *given: None)
+    monkeypatch.setattr(Ranks, "meet", lambda self, value=None: [value])
+    for rank in (1, 0):
+        run = Session([LongPPL(texts=[TEXT], short_context=100)], [400, 500], tmp_path / "out", "auto", "cpu")
+        run.ranks = Ranks(rank, 2)
+        run.check([source], source, Windows())
+        run.open()
+        # The second one comes when the first one has finished its part, as if they had waited for each other.
+        run._ask(source, run.ranks) if rank == 1 else run.ask(source)
+        found.append((list(asked), run._prepared["base"][0].pieces()))
+    assert found == [([500], [400, 500]), ([500, 400], [400, 500])]
+    assert run._prepared["base"][0].answers == {400: [[399]], 500: [[499]]}
 
 
 def test_what_beacons_read_beyond_the_window_is_no_fault(folder, tmp_path):
