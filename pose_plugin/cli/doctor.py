@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from pose_plugin.cli.parser import ADDRESS, amount, require_option
 from pose_plugin.doctor import Folder, Problem, diagnose, read_folder
 from pose_plugin.doctor.engines import readings
 from pose_plugin.doctor.folder import CONFIG
@@ -26,6 +29,20 @@ examples:
   pose-plugin doctor outputs/model --mend outputs/mended
   pose-plugin doctor --url http://localhost:8000/v1 --like outputs/model
 """
+# Options of a running server. Without --url they have no effect.
+SERVER: dict[str, dict[str, Any]] = {
+    "--like": {"metavar": "FOLDER", "help": "the folder that it serves, with weights: tells an ignored scaling from a "
+               "weak model"},
+    "--model": {"help": "the model's name there (default: the only one)"},
+    "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
+    "--lengths": {"help": "prompts with a hidden number, in tokens, separated by commas: 16k,32k (default: inside the "
+                  "old window, half of the new one, and nearly all of it)"},
+    "--compare": {"metavar": "LENGTHS", "help": "with --like: tokens of the prompts that are continued and compared "
+                  "(default: 64,128,256)"},
+    "--timeout": {"type": partial(amount, most=86_400), "metavar": "SECONDS",
+                  "help": "how long to wait for one answer (default 600)"},
+    "--yes": {"action": "store_true", "help": "do not ask before requests are sent"},
+}  # fmt: skip
 _CODES = {"info": 0, "warning": 1, "error": 2}
 
 
@@ -48,18 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--json", action="store_true", help="print one JSON object per folder instead of text")
     add("--mend", metavar="OUTPUT", help="write a copy of the folder with every certain repair")
     server = parser.add_argument_group("a running server")
-    add = server.add_argument
-    add("--url", help="an OpenAI-compatible server, up to and with /v1")
-    add("--like", metavar="FOLDER", help="the folder that it serves, with weights: tells an ignored scaling from a "
-        "weak model")  # fmt: skip
-    add("--model", help="the model's name there (default: the only one)")
-    add("--key-variable", metavar="NAME", help="the environment variable that holds the API key")
-    add("--lengths", help="prompts with a hidden number, in tokens, separated by commas: 16k,32k (default: inside the "
-        "old window, half of the new one, and nearly all of it)")  # fmt: skip
-    add("--compare", metavar="LENGTHS", help="with --like: tokens of the prompts that are continued and compared "
-        "(default: 64,128,256)")  # fmt: skip
-    add("--timeout", type=float, default=600, metavar="SECONDS", help="how long to wait for one answer")
-    add("--yes", action="store_true", help="do not ask before requests are sent")
+    server.add_argument("--url", help="an OpenAI-compatible server, up to and with /v1")
+    for flag, settings in SERVER.items():
+        server.add_argument(flag, **settings)
     return run
 
 
@@ -67,12 +75,14 @@ def run(args: argparse.Namespace) -> int:
     """Diagnose each folder.
 
     Raises:
-        PoSEError: no folder is given, one does not exist, or --mend cannot write.
+        PoSEError: no folder is given, one does not exist, an option has no effect, or --mend cannot write.
     """
     if args.url:
         if args.folders or args.mend:
             raise PoSEError("--url asks a server; name the folder that it serves with --like, or leave --url out")
+        require_option(args, "--like", ["--compare", "--base"], "give the folder that the server serves")
         return _ask(args)
+    require_option(args, "--url", SERVER, ADDRESS)
     if not args.folders:
         raise PoSEError("name a folder, or a server with --url")
     if args.mend and len(args.folders) > 1:
@@ -103,7 +113,7 @@ def _ask(args: argparse.Namespace) -> int:
     from pose_plugin.utils.server import key_of
 
     folder = read_folder(args.like, args.base) if args.like else None
-    server = Server(args.url, args.model, key_of(args.key_variable), args.timeout)
+    server = Server(args.url, args.model, key_of(args.key_variable), args.timeout or 600)
     hidden = parse_lengths(args.lengths) if args.lengths else _lengths(server.window, folder)
     given = parse_lengths(args.compare) if args.compare else default_lengths(server.window)
     compared = given if folder else []

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pose_plugin.cli.parser import amount, count
+from pose_plugin.cli.parser import ADDRESS, amount, count, require_option
 from pose_plugin.utils.clean import without_password
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.lengths import parse_length
@@ -75,9 +75,7 @@ def as_number(text: str) -> int | float | str:
 def check_served(args: argparse.Namespace) -> None:
     """Raise PoSEError for options of a served model that miss something or have no effect."""
     if args.url is None:
-        given = [option for option in SERVED if getattr(args, option[2:].replace("-", "_"))]
-        if given:
-            raise PoSEError(f"{given[0]} has no effect without --url; give the address of the server, up to /v1")
+        require_option(args, "--url", SERVED, ADDRESS)
         if not args.models:
             raise PoSEError("MODEL is missing: name a folder, an adapter or a hub name, or a server with --url")
     elif args.like is None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pose_plugin.utils.errors import PoSEError, did_you_mean, shown
+
+ADDRESS = "give the address of the server, up to /v1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,11 +99,12 @@ def count(text: str, least: int = 1, most: int = 10**15) -> int:
     return number
 
 
-def amount(text: str) -> float:
-    """Return a finite number above 0. Raise PoSEError for anything else."""
+def amount(text: str, most: float = math.inf) -> float:
+    """Return a finite number above 0 and up to `most`. Raise PoSEError for anything else."""
     number = _number(text)
-    if not 0 < number < math.inf:
-        raise PoSEError(f"{shown(text)} is not a number above 0")
+    if not (0 < number <= most and number < math.inf):
+        limit = "" if most == math.inf else f" and up to {most:g}"
+        raise PoSEError(f"{shown(text)} is not a number above 0{limit}")
     return number
 
 
@@ -111,6 +114,32 @@ def share(text: str) -> float:
     if not 0 <= number <= 1:
         raise PoSEError(f"{shown(text)} is not a number from 0 to 1")
     return number
+
+
+def require_option(args: argparse.Namespace, needed: str, options: Iterable[str], mend: str) -> None:
+    """Raise PoSEError for options that were given and have no effect without another one.
+
+    Args:
+        args: of the command line; an option that was not given is None, False or empty.
+        needed: the other option.
+        options: those that need it.
+        mend: what to do.
+    """
+    given = [_with_value(option, value) for option in options if (value := getattr(args, _dest(option)))]
+    if given and not getattr(args, _dest(needed)):
+        have = "has" if len(given) == 1 else "have"
+        raise PoSEError(f"{', '.join(given)} {have} no effect without {needed}; {mend}")
+
+
+def _with_value(option: str, value: Any) -> str:
+    # Somebody may have given the key itself as the name of its variable.
+    if value is True or option == "--key-variable":
+        return option
+    return f"{option} {' '.join(value) if isinstance(value, list) else value}"
+
+
+def _dest(option: str) -> str:
+    return option[2:].replace("-", "_")
 
 
 def _number(text: str) -> float:

@@ -223,6 +223,30 @@ def test_only_numbers_near_the_end(lost, near_the_end):
     assert ("near the end" in str(finding)) == near_the_end
 
 
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        (["FOLDER", "--like", "x", "--lengths", "4k"], "--like x, --lengths 4k have no effect without --url; give"),
+        (["FOLDER", "--compare", "64"], "--compare 64 has no effect without --url; give"),
+        (["FOLDER", "--model", "x", "--timeout", "9"], "--model x, --timeout 9.0 have no effect without --url; give"),
+        (
+            ["FOLDER", "--key-variable", "sk-SECRET", "--yes"],
+            "--key-variable, --yes have no effect without --url",
+        ),
+        (["--url", "http://localhost:1/v1", "--compare", "64"], "--compare 64 has no effect without --like; give"),
+        (["--url", "http://localhost:1/v1", "--base", "x"], "--base x has no effect without --like; give"),
+        (["--url", "http://localhost:1/v1", "--timeout", "0"], "--timeout: '0' is not a number above 0"),
+        (["--url", "http://localhost:1/v1", "--timeout", "-1"], "--timeout: '-1' is not a number above 0"),
+        (["--url", "http://localhost:1/v1", "--timeout", "1e9"], "--timeout: '1e9' is not a number above 0 and up to"),
+    ],
+)
+def test_an_option_that_can_do_nothing_is_an_error(words, shown, tmp_path, capsys):
+    make_llama().config.save_pretrained(tmp_path)
+    assert main(["doctor", *(str(tmp_path) if word == "FOLDER" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert shown in error and "SECRET" not in error
+
+
 @pytest.mark.parametrize("word", ["some/folder", "--mend=other"])
 def test_options_for_folders_have_no_effect_on_a_server(word, capsys):
     assert main(["doctor", "--url", "http://localhost:1/v1", word]) == 2

@@ -204,7 +204,11 @@ def test_the_cost_comes_first_and_has_a_limit(serve, tmp_path, capsys):
     ("words", "named"),
     [
         (["--url", "URL", "--lengths", 300], "--like"),
-        (["--like", BASE, "--lengths", 300], "--like has no effect without --url"),
+        (["--like", BASE, "--lengths", 300], f"--like {BASE} has no effect without --url"),
+        (
+            ["--retries", 2, "--served-model", "x", "--key-variable", "K", "--lengths", 300],
+            "--served-model x, --key-variable, --retries 2 have no effect without --url",
+        ),
         (["--lengths", 300], "MODEL is missing"),
         (["--url", "URL", "--like", BASE, "--lengths", 300, "--served-model", "big"], "--served-model big"),
         (["--url", "URL", "--like", BASE, "--lengths", 300, "--key-variable", "NO_SUCH_KEY"], "--key-variable"),
