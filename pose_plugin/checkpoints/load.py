@@ -6,7 +6,7 @@ wrong with it; `load` then loads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class Source:
         config: the transformers config that the weights are loaded with.
         tokenizer: the model's tokenizer.
         is_adapter: whether `path` holds a PEFT adapter.
-        revision: of a base on the hub, if the adapter names one.
+        revision: of weights on the hub, the commit or what the adapter names; of served ones, what the server states.
         condenses: whether it is an Activation Beacon adapter, which reads long texts in pieces.
         record: pose.json in the folder, {} if missing.
         notes: for readers of the results.
@@ -195,7 +195,8 @@ def describe(path: str, name: str | None = None) -> Source:
     saved = Saved(Path(path))
     name = name or saved.name
     if saved.adapter is None:
-        return Source(name, path, path, _config(path), _tokenizer(path), record=read_record(path))
+        config = _config(path)
+        return Source(name, path, path, config, _tokenizer(path), record=read_record(path), revision=_commit(config))
     require_peft()
     found = base_of(path)
     try:
@@ -218,7 +219,7 @@ def describe(path: str, name: str | None = None) -> Source:
         config=_config(path) if own else config,
         tokenizer=_tokenizer(path) if saved.tokenizer else _tokenizer(found.name, found.revision),
         is_adapter=True,
-        revision=found.revision,
+        revision=_commit(config) or found.revision,
         condenses=saved.condenses,
         record=read_record(path),
         notes=notes,
@@ -244,7 +245,7 @@ def extended(source: Source, target_length: int, rope: dict[str, Any], name: str
     config = extend_context(source.config, target_length, rope)
     name = name or f"{source.name} + {rope.get('type', 'yarn')} (RoPE only)"
     record = {"target_length": target_length}
-    return Source(name, source.path, source.base, config, source.tokenizer, record=record)
+    return replace(source, name=name, config=config, record=record, notes=[])
 
 
 def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
@@ -304,6 +305,11 @@ def _config(path: str, revision: str | None = None) -> Any:
         if Path(path).is_dir():
             raise PoSEError(f"{path}/config.json could not be read: {error}") from error
         raise _not_found(path) from error
+
+
+def _commit(config: Any) -> str | None:
+    """Return the commit of the hub that a config was read at: a name alone may mean other weights tomorrow."""
+    return getattr(config, "_commit_hash", None)
 
 
 def _tokenizer(path: str, revision: str | None = None) -> Any:

@@ -112,14 +112,13 @@ def _run(args: argparse.Namespace) -> int:
         asked.measures, lengths, output, args.dtype, args.device, args.fresh, where_possible=not asked.lengths
     )
     session.check(sources, evaluator, Windows(base=sources[0].original, trained=trained))
+    for sentence in session.found(sources):
+        print(sentence)
     if args.plan:
         if session.ranks.rank == 0:
             print(session.forecast(sources))
         return 0
     session.open()
-    if session.versions():
-        others = ", ".join(session.versions())
-        print(f"{output} also holds results of pose_plugin {others}; they are kept there and not used")
     report = Report([], trained, target)
     try:
         if evaluator is not None:

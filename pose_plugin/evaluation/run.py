@@ -26,6 +26,7 @@ from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import Journal, digest
 from pose_plugin.utils.log import log
 from pose_plugin.utils.server import ServerGoneError
+from pose_plugin.utils.tables import counted
 
 
 class Session:
@@ -125,9 +126,20 @@ class Session:
             self.ranks.meet()
             self.journal.open()
 
-    def versions(self) -> list[str]:
-        """Return the other versions of this package that the folder holds results of."""
-        return sorted({str(row.get("version")) for row in self.journal.all()} - {__version__})
+    def found(self, sources: Sequence[Source]) -> list[str]:
+        """Return sentences on what the folder held before: results of other versions, and answers of servers."""
+        versions = sorted({str(row.get("version")) for row in self.journal.all()} - {__version__})
+        sentences = [
+            f"{self.output} also holds results of pose_plugin {', '.join(versions)}; they are kept there and not used"
+        ] if versions else []  # fmt: skip
+        for source in sources:
+            kept = len(self._answers[source.name].rows())
+            if isinstance(source, ServedSource) and kept:
+                sentences.append(
+                    f"{source.name}: {counted(kept, 'answer')} of {source.model.server.address} kept from before, not "
+                    "asked again; if its weights have changed since, use --fresh"
+                )
+        return sentences
 
     def forecast(self, sources: Sequence[Source]) -> str:
         """Return how long everything that is missing will take, and how much memory."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pose_plugin.checkpoints.load import Source
+from pose_plugin.evaluation import fingerprints
 from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.prompts import leading_ids, plain_tokenizer
 from pose_plugin.evaluation.questions import Answerer, Answers, Question, groups, unanswered
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.journal import digest
 from pose_plugin.utils.server import FailedError, Pace, RefusedError, Reply, Server, ServerGoneError, TooLongError
 
 FORMS = ("ids", "text", "chat")
@@ -242,8 +244,26 @@ def describe_served(like: Source, model: ServedModel, form: str) -> ServedSource
         config=like.config,
         tokenizer=like.tokenizer,
         record=like.record,
+        revision=digest([like.revision, _weights(server)]),
         model=model,
     )
+
+
+def _weights(server: Server) -> list[Any]:
+    """Return what tells one state of the served weights from another, as far as a server states it.
+
+    `created` does not count, because it is the time of the request in vLLM, SGLang and llama.cpp. Neither does the
+    window: another start with the same weights may have a longer one.
+    """
+    root, meta = server.facts.get("root"), server.facts.get("meta")
+    root = root if isinstance(root, str) and root else server.model
+    sizes = {key: value for key, value in meta.items() if key != "n_ctx"} if isinstance(meta, dict) else None
+    try:
+        # Often a folder of this machine.
+        state = fingerprints.of_model(root)
+    except (OSError, ValueError):
+        state = [root]
+    return [state, server.facts.get("parent"), sizes]
 
 
 def cost(model: ServedModel, missing: Iterable[tuple[Measure, int]], kept: Answers) -> str:

@@ -81,6 +81,7 @@ class Server:
         address: the URL without a password.
         model: the model's name on the server.
         window: the longest prompt with its answer, in tokens; None if the server does not state it.
+        facts: what else the list of models states of this one.
         client: of the openai package, for requests that this class has no method for.
 
     Raises:
@@ -116,10 +117,13 @@ class Server:
             http_client=openai.DefaultHttpxClient(follow_redirects=False),
         )
         self.model = model or ""
-        self.model, self.window = self._model(model)
+        self.model, self.facts = self._model(model)
+        # llama.cpp states it one level deeper.
+        stated = [*map(self.facts.get, WINDOWS), at(self.facts, "meta", "n_ctx")]
+        self.window = next((found for each in stated if (found := count(each))), None)
 
-    def _model(self, wanted: str | None) -> tuple[str, int | None]:
-        """Return the model's name, and the window that the server states, if it does."""
+    def _model(self, wanted: str | None) -> tuple[str, dict[str, Any]]:
+        """Return the model's name, and what the server states of it."""
         facts = self._models()
         if wanted is None and len(facts) != 1:
             listed = ", ".join(facts) or "no model"
@@ -127,12 +131,10 @@ class Server:
         if wanted is not None and wanted not in facts:
             # `transformers serve` loads any folder, and lists only what is in the cache of the hub.
             if not facts or Path(wanted).is_dir():
-                return wanted, None
+                return wanted, {}
             raise PoSEError(f"{self._option} {wanted}: the server at {self.address} has {', '.join(facts)}")
         name = wanted or next(iter(facts))
-        # llama.cpp states it one level deeper.
-        stated = [*map(facts[name].get, WINDOWS), at(facts[name], "meta", "n_ctx")]
-        return name, next((found for each in stated if (found := count(each))), None)
+        return name, facts[name]
 
     def _models(self) -> dict[str, dict[str, Any]]:
         """Return what the server states of each model; {} if it cannot list them, which some servers cannot."""

@@ -169,27 +169,52 @@ def test_a_hub_name_stands_for_itself(keys, folder):
     assert changed(other, keys(source)) == set(ALL)
 
 
-def test_an_adapter_s_base_is_had_at_its_revision(folder, tmp_path, monkeypatch):
-    """Everything of a base on the hub: config, tokenizer, weights."""
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """The name org/base at a commit of the hub, and what was had of it at which revision."""
     import transformers
 
-    asked = []
+    state = SimpleNamespace(commit=None, asked=[])
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
         kind = getattr(transformers, name)
 
         def had(path, *, own=kind.from_pretrained, name=name, **options):
+            found = own(folder, **{key: value for key, value in options.items() if key != "revision"})
             if path == "org/base":
-                asked.append((name, options.pop("revision", None)))
-            return own(folder, **options)
+                state.asked.append((name, options.get("revision")))
+                if name == "AutoConfig":
+                    found._commit_hash = state.commit
+            return found
 
         monkeypatch.setattr(kind, "from_pretrained", had)
     peft = SimpleNamespace(PeftModel=SimpleNamespace(from_pretrained=lambda model, path: model))
     monkeypatch.setattr(loading, "require_peft", lambda: peft)
+    return state
+
+
+def test_an_adapter_s_base_is_had_at_its_revision(hub, tmp_path):
+    """Everything of a base on the hub: config, tokenizer, weights."""
     adapter = {"base_model_name_or_path": "org/base", "revision": "v2", "peft_type": "LORA"}
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     loading.load(describe(str(tmp_path / "adapter")), device="cpu")
-    assert set(asked) == {(name, "v2") for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")}
+    assert set(hub.asked) == {(name, "v2") for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")}
+
+
+def test_another_commit_of_a_hub_name_is_another_model(hub, folder, tmp_path, keys):
+    """Also of the base of an adapter; the weights are those of the commit that was described."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    shutil.copy(folder / "config.json", tmp_path / "adapter")
+    for path in ("org/base", str(tmp_path / "adapter")):
+        found = []
+        for hub.commit in (40 * "1", 40 * "2"):
+            source = describe(path)
+            loading.load(source, device="cpu")
+            assert hub.asked[-1] == ("AutoModelForCausalLM", hub.commit)
+            found.append(keys(source))
+        assert changed(*found) == set(ALL)
+    assert extended(describe("org/base"), 1024, {"type": "linear"}).revision == hub.commit
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

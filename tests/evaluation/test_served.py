@@ -163,6 +163,33 @@ def test_killed_at_any_moment(model, tokenizer, text, tmp_path):
         survives(command, tmp_path / "runs", result)
 
 
+def test_new_weights_behind_the_same_address_are_asked(model, tokenizer, tmp_path, capsys):
+    """As far as a server shows them; a mere restart asks nothing, and the command says that it uses kept answers."""
+    weights = tmp_path / "weights" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"old")
+    stated = {"root": str(weights.parent), "parent": None, "created": 1, "meta": {"n_ctx": 1000, "size": 10}}
+    with ByRule(model, tokenizer) as server:
+        server.facts = lambda: stated
+
+        def asked(*more, **changes):
+            stated.update(changes)
+            before = len(server.prompts)
+            assert run("--url", server.url, "--like", BASE, "--lengths", 300, "--trials", 2, "--output",
+                       tmp_path / "out", *more) == 0  # fmt: skip
+            return len(server.prompts) - before
+
+        assert asked() == 2 and "kept from before" not in capsys.readouterr().out
+        assert asked(created=2, meta={"n_ctx": 500, "size": 10}) == 0
+        assert f"2 answers of {server.url} kept from before" in capsys.readouterr().out
+        assert asked(meta={"n_ctx": 500, "size": 11}) == 2
+        weights.write_bytes(b"newer")
+        assert asked() == 2
+        assert asked(root="elsewhere") == asked(parent="base") == asked("--fresh") == 2 and asked() == 0
+        # What no server should state is no error.
+        assert asked(root="x" * 5000, meta=[1]) == asked(root=["a"], meta=None) == 2
+
+
 def test_a_lost_server_leaves_the_other_models(serve, tmp_path, capsys):
     with serve(dies_after=2) as server:
         code = run(BASE, "--url", server.url, "--like", BASE, "--lengths", "300,400", "--trials", 3, "--retries", 1,
