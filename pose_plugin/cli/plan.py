@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--steps", type=count, help="of the training; default: those of the YAML, or from --rows")
     add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
     add("--tokens-per-second", type=amount, metavar="N", help="that each GPU trains, for an estimate of the hours")
-    add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000)")
+    add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000, or up "
+        "to 20000 for a large stretch)")  # fmt: skip
     add("--output", metavar="FILE", help="draw a picture: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
     return run

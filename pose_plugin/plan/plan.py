@@ -18,8 +18,9 @@ from pose_plugin.rope import rope_overrides
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.read import as_config
 
-# Simulated rows. A row of many chunks takes longer.
-_DRAWS = 4000
+# Simulated rows: so many for each window in the target, within these limits. With fewer, the rarest distances would be
+# in too few rows to tell their chance; more would take more than some seconds.
+_DRAWS_OF_A_WINDOW, _FEWEST, _MOST = 100, 4000, 20_000
 
 
 def make_plan(
@@ -33,7 +34,7 @@ def make_plan(
     Args:
         inputs: see `from_yaml`.
         gpu_gib: memory of each GPU; with it, a run that does not fit gets a warning.
-        draws: simulated rows for the coverage; default: up to 4000.
+        draws: simulated rows for the coverage; default: 4000, or up to 20,000 for a large stretch.
         tokens_per_second: that each GPU trains; with it, hours are estimated.
 
     Raises:
@@ -61,7 +62,8 @@ def _coverage(settings: PoSESettings, draws: int | None) -> Coverage | None:
     """Return the chance that a row holds each distance, or None if the target is too long to simulate."""
     if not settings.train_length or not simulable(settings):
         return None
-    return coverage(settings, draws=draws or affordable_draws(settings, _DRAWS))
+    enough = _DRAWS_OF_A_WINDOW * settings.target_length // settings.train_length
+    return coverage(settings, draws=draws or affordable_draws(settings, min(max(enough, _FEWEST), _MOST)))
 
 
 def _buckets(plan: Plan) -> list[Bucket]:

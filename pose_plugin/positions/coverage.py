@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 from tqdm import tqdm
 
-from pose_plugin.positions.draws import Draws
+from pose_plugin.positions.draws import even_draws
 from pose_plugin.positions.layout import Layout
 from pose_plugin.positions.samplers import make_sampler
 from pose_plugin.positions.settings import PositionSettings
@@ -84,7 +84,7 @@ def sketch(settings: PositionSettings) -> str:
             # Where the partner of each position would be, if the row holds it.
             at = np.searchsorted(positions, positions + distance)
             counts[i] += bool((positions[np.minimum(at, len(positions) - 1)] == positions + distance).any())
-    return _table(distances, counts / draws)
+    return _table(distances, _with_plain_rows(counts / draws, np.array(distances), settings, window))
 
 
 def usual_distances(target: int, window: int) -> list[int]:
@@ -109,7 +109,8 @@ def coverage(
     Args:
         settings: sampler, lengths and options; content `aligned` is simulated on documents as long as the target.
         window: n in tokens; default `settings.train_length`.
-        draws: rows to simulate; the standard error of a chance p is √(p(1−p)/draws).
+        draws: rows to simulate; the standard error of a chance p is at most about √(p(1−p)/draws), and much less with
+            few chunks, because the rows are spread evenly.
         seed: of the simulation.
         every: for samplers that jump at borders: tokens from one border of the simulated rows to the next; default:
             the sampler's `usual_spacing`. Real borders depend on the data.
@@ -143,17 +144,24 @@ def coverage(
     counts = np.zeros(target + 1)
     for some in _in_turns(layouts, step):
         counts += _count_by_intervals(some, target) if by_intervals else _count_by_autocorrelation(some[0], target)
-    return Coverage(counts[:target] / draws, draws, settings)
+    chances = _with_plain_rows(counts[:target] / draws, np.arange(target), settings, size)
+    chances[0] = 0
+    return Coverage(chances, draws, settings)
 
 
 def _layouts(
     settings: PositionSettings, window: int, draws: int, borders: np.ndarray | None, seed: int = 0
 ) -> Iterator[Layout]:
-    """Yield the layouts of simulated rows."""
+    """Yield the layouts of simulated rows that are not plain."""
     sampler = make_sampler(settings)
     size = max(window, settings.target_length)
-    for row in range(draws):
-        yield lay_out(size, window, Draws(seed, 0, row), settings, sampler, borders)[0]
+    for numbers in even_draws(seed, draws):
+        yield lay_out(size, window, numbers, settings, sampler, borders)[0]
+
+
+def _with_plain_rows(chances: np.ndarray, distances: np.ndarray, settings: PositionSettings, window: int) -> np.ndarray:
+    """Return the chances of all rows from those of rows that are not plain."""
+    return settings.unskipped_ratio * (distances < window) + (1 - settings.unskipped_ratio) * chances
 
 
 def _in_turns(layouts: Iterable[Layout], step: int) -> Iterator[list[Layout]]:

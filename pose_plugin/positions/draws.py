@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from pose_plugin.utils.arrays import int_array
 
 _EIGHT = struct.Struct("<8Q")
+# Simulated rows that are spread evenly together: more would only need more memory.
+_EVEN_ROWS = 1 << 16
 
 
 class Draws:
@@ -68,3 +70,39 @@ class Draws:
         """Draw `size` distinct sorted integers of 0…below−1, every subset equally likely, shape (size,)."""
         generator = np.random.Generator(np.random.Philox(key=self._bits()))
         return np.sort(generator.choice(below, size=size, replace=False, shuffle=False))
+
+
+def even_draws(seed: int, rows: int) -> Iterator[Draws]:
+    """Yield the random numbers of simulated rows, which together fill every range evenly (Latin hypercube sampling).
+
+    The k-th numbers of n rows lie in different ones of n equal ranges. Chances that are counted over the rows are
+    closer to the truth than with independent rows.
+
+    Args:
+        seed: of the simulation.
+        rows: how many.
+    """
+    for first in range(0, rows, _EVEN_ROWS):
+        together = min(_EVEN_ROWS, rows - first)
+        orders: list[np.ndarray] = []
+        for place in range(together):
+            yield _EvenDraws(seed, first, place, together, orders)
+
+
+class _EvenDraws(Draws):
+    """The numbers of one of the rows that share `orders`: for each k, in which range the k-th number of each row is."""
+
+    __slots__ = ("_first", "_orders", "_place", "_seed", "_taken", "_together")
+
+    def __init__(self, seed: int, first: int, place: int, together: int, orders: list[np.ndarray]) -> None:
+        super().__init__(seed, 0, first + place)
+        self._seed, self._first, self._place, self._together = seed, first, place, together
+        self._orders, self._taken = orders, 0
+
+    def _bits(self) -> int:
+        if self._taken == len(self._orders):
+            key = Draws(self._seed, 1 + self._first, self._taken)._bits()
+            self._orders.append(np.random.Generator(np.random.Philox(key=key)).permutation(self._together))
+        nth = int(self._orders[self._taken][self._place])
+        self._taken += 1
+        return ((nth << 64) + super()._bits()) // self._together

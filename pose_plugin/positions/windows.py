@@ -77,7 +77,8 @@ def _draw_window(
             f"a training sample has {window} tokens, more than target_length={settings.target_length}. "
             "Raise target_length, shorten the samples, or set train_length to the window to be taken from them"
         )
-    layout, shifts, borders = lay_out(size, window, draws, settings, sampler, offered)
+    plain = draws.uniform() < settings.unskipped_ratio
+    layout, shifts, borders = lay_out(size, window, draws, settings, sampler, offered, plain)
     if settings.content not in ("skip", "aligned"):
         piece = int(shifts[0])
         return Window(counting(size)[piece : piece + window], layout.position_ids(), _NO_SEAMS, borders)
@@ -87,7 +88,13 @@ def _draw_window(
 
 
 def lay_out(
-    size: int, window: int, draws: Draws, settings: PositionSettings, sampler: Sampler, offered: np.ndarray | None
+    size: int,
+    window: int,
+    draws: Draws,
+    settings: PositionSettings,
+    sampler: Sampler,
+    offered: np.ndarray | None,
+    plain: bool = False,
 ) -> tuple[Layout, Sequence[int] | np.ndarray, int | None]:
     """Lay out a document.
 
@@ -95,15 +102,15 @@ def lay_out(
         size: L_x, its tokens.
         window: n ≤ L_x, the tokens to read.
         draws: its randomness.
-        settings: content, target, ratio of plain rows.
+        settings: content and target.
         sampler: what the settings select.
         offered: its borders, if it has any.
+        plain: whether its chunks stay together.
 
     Returns:
         chunks with their skips u_i; their content shifts v_i: chunk i reads the tokens v_i + st_i + (0…l_i−1); and the
         number of borders inside the window, None if it was cut anywhere.
     """
-    plain = draws.uniform() < settings.unskipped_ratio
     target = settings.target_length + settings.target_margin
     if settings.content == "aligned":
         # v_i = u_i: a chunk keeps the position that its text has in the document, so the document limits the target.

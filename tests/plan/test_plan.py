@@ -324,6 +324,16 @@ def test_rows_that_a_stretch_needs(base):
         assert f"\nNeeded     {needed:,} rows, so that" in text(plan) and as_dict(plan)["rows_needed"] == needed
 
 
+@pytest.mark.parametrize("window, target", [(8192, 131072), (4096, 262144), (8192, 2**20)])
+def test_the_rows_needed_are_those_of_the_closed_form(base, window, target):
+    pose = {"target_length": target, "train_length": window, "rope": "yarn"}
+    needed = 100 * (target - window + 1) / (window - 1)
+    inputs = from_values(values(base, pose=pose, micro_batch_size=1), steps=math.ceil(needed / 4 * 1.04))
+    plan = make_plan(inputs)
+    assert 1 <= rows_needed(plan) / needed < 1.04
+    assert not any("will be in fewer than" in warning for warning in plan.warnings)
+
+
 @pytest.mark.parametrize("pose", [{"sampler": "none"}, {"chunks": 1}])
 def test_without_skips_no_rows_are_needed(base, pose):
     plan = plan_of(base, pose={"target_length": 32768, "rope": "yarn", **pose})

@@ -6,6 +6,7 @@ import pytest
 from pose_plugin.config import parse_settings
 from pose_plugin.positions import SAMPLERS, affordable_draws, coverage, sketch
 from pose_plugin.positions.coverage import _count_by_autocorrelation, _count_by_intervals
+from pose_plugin.positions.draws import even_draws
 from pose_plugin.utils.lengths import LONGEST
 from tests.positions.test_samplers import sample
 
@@ -45,6 +46,30 @@ def test_simulation_agrees_with_the_closed_form():
     seen = coverage(parse_settings({"target_length": 256, "train_length": 32}), draws=20000).probability
     # 20000 draws: 0.0035 standard error at most; 256 distances.
     assert np.abs(seen[1:] - exact_two_chunks(32, 256)[1:]).max() < 0.015
+
+
+@pytest.mark.parametrize("target, window, ratio", [(2**18, 4096, 0), (2**17, 4096, 0.5), (2**20, 8192, 0.1)])
+def test_the_rarest_distance_is_not_the_unluckiest(target, window, ratio):
+    """The minimum of noisy chances would be too small: 0.52 of the truth for 4000 independent rows of 256K tokens."""
+    chosen = parse_settings({"target_length": target, "train_length": window, "unskipped_ratio": ratio})
+    rarest = coverage(chosen, draws=8000).probability[1 : target - window].min()
+    # Of the distances that the window does not hold.
+    assert rarest == pytest.approx((1 - ratio) * (window - 1) / (target - window + 1), rel=0.04)
+
+
+def test_plain_rows_are_counted_without_noise():
+    rest, all_rows = (coverage(settings(unskipped_ratio=ratio), draws=50).probability for ratio in (0, 0.25))
+    plain = coverage(settings(sampler="none"), draws=1).probability
+    assert all_rows == pytest.approx(0.25 * plain + 0.75 * rest)
+
+
+def test_even_draws_fill_every_range_and_no_two_numbers_of_a_row_go_together():
+    drawn = np.array([[draws.uniform() for _ in range(9)] for draws in even_draws(3, 1000)])
+    assert (np.sort(np.floor(drawn * 1000), axis=0) == np.arange(1000)[:, None]).all()
+    # Standard error 0.03 for each of the 36 pairs.
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(9)).max() < 0.13
+    again, other = (next(even_draws(seed, 1000)).uniform() for seed in (3, 4))
+    assert again == drawn[0, 0] != other
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
