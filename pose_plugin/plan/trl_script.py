@@ -1,7 +1,8 @@
 """Read what a TRL script will train, without running it.
 
 The script is parsed, and the arguments of a few calls are read: `SFTConfig(…)`, `extend_context(…)`, `PoSECollator(…)`,
-`LoraConfig(…)` and others. Each must be a literal, or the name of a constant that the script assigns at its top.
+`LoraConfig(…)` and others. Each must be a literal, or the name of a constant that the script assigns at its top. `*`
+and `**` in these calls are refused.
 """
 
 from __future__ import annotations
@@ -106,6 +107,13 @@ class _Script:
                 continue
             if call in self.calls:
                 raise PoSEError(f"{name} calls {call} twice, so it is not known which one trains; remove one")
+            unread = [ast.unparse(each) for each in node.args if isinstance(each, ast.Starred)]
+            unread += [f"**{ast.unparse(each.value)}" for each in node.keywords if each.arg is None]
+            if unread:
+                raise PoSEError(
+                    f"{name}, line {node.lineno}: {unread[0]} of {call}(…) cannot be read; write its arguments into "
+                    "the call, or give the settings as options"
+                )
             arguments = {str(i): argument for i, argument in enumerate(node.args)}
             self.calls[call] = arguments | {str(each.arg): each.value for each in node.keywords}
         missing = [call for call in _NEEDED if call not in self.calls]
@@ -140,7 +148,7 @@ class _Script:
     @property
     def dtype(self) -> str:
         """The type in which the model is loaded, e.g. "torch.float32"; "" if it is that of the base."""
-        node = self.calls[_MODEL].get("dtype")
+        node = self.calls[_MODEL].get("dtype") or self.calls[_MODEL].get("torch_dtype")
         dtype = "" if node is None else ast.unparse(node)
         return "" if "auto" in dtype else dtype
 

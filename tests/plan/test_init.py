@@ -201,8 +201,9 @@ def test_plan_reads_any_trl_script(folder, capsys):
     # Weights in float32, activations in bf16; TRL's defaults for what the script leaves out.
     assert (run.trained_bytes, run.weight_bytes, run.checkpointing, run.rows) == (4, 2, True, 2)
     assert from_script("s.py").bf16 is None
-    (folder / "s.py").write_text(SCRIPT.replace("torch.float32", "torch.bfloat16"))
-    assert from_script("s.py").run.trained_bytes == 2 and from_script("s.py").bf16 == "bf16=True"
+    for older in ("", "torch_"):
+        (folder / "s.py").write_text(SCRIPT.replace("dtype=torch.float32", f"{older}dtype=torch.bfloat16"))
+        assert from_script("s.py").run.trained_bytes == 2 and from_script("s.py").bf16 == "bf16=True"
     (folder / "s.py").write_text(SCRIPT + "\nLoraConfig(r=4, target_modules=['q_proj'], modules_to_save=['norm'])\n")
     run = from_script("s.py").run
     assert (run.method, run.lora_rank, run.lora_targets, run.saved_modules) == ("lora", 4, ["q_proj"], ["norm"])
@@ -216,6 +217,8 @@ def test_plan_reads_any_trl_script(folder, capsys):
         ("SFTConfig(", "TrainingArguments(", "SFTConfig"),
         ("PoSECollator(", "Collator(", "PoSECollator"),
         ("TARGET = 512", "TARGET = 512\nSFTConfig()", "SFTConfig"),
+        ("max_steps=10", "**COMMON", "s.py, line 5: **COMMON of SFTConfig(…) cannot be read; write its arguments into"),
+        ("TARGET, rope", "*TARGET, rope", "s.py, line 3: *TARGET of extend_context(…) cannot be read"),
         ("TARGET = 512", "TARGET = (", "s.py is not valid Python"),
         (
             "PoSECollator(",
