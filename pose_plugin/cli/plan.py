@@ -22,12 +22,12 @@ examples:
   pose-plugin plan config.yaml --gpus 8 --gpu-memory 80 --output plan.png
   pose-plugin plan --base FOLDER --target-length 32768 --train-length 2048 --steps 1000 --rows-of-gpu 8 --gpus 8
 """
-# Options that a YAML sets itself, with their defaults.
-_IN_YAML = {
+# Options that a YAML sets itself, with their defaults. The parser's defaults are None, to tell what was given.
+_IN_YAML: dict[str, Any] = {
     "target_length": None,
     "train_length": None,
-    "sampler": None,
-    "rope": None,
+    "sampler": "pose",
+    "rope": "yarn",
     "method": "full",
     "lora_rank": 16,
     "rows_of_gpu": 1,
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--train-length", type=parse_length, help="the trained window in tokens")
     add("--rope", help="yarn, linear, ntk, llama3, auto, …, or base:2e8 (default yarn)")
     add("--sampler", choices=SAMPLERS, metavar="NAME", help=f"{', '.join(SAMPLERS)} (default pose)")
-    add("--method", choices=("full", "lora", "qlora", "8bit"), default="full", help="default full")
-    add("--lora-rank", type=count, default=16, help="default 16, on all linear maps")
+    add("--method", choices=("full", "lora", "qlora", "8bit"), help="default full")
+    add("--lora-rank", type=count, help="default 16, on all linear maps")
     add("--gpus", type=count, default=1, help="default 1")
     add("--gpu-memory", type=amount, metavar="GIB", help="of each GPU; a run that does not fit gets a warning")
-    add("--rows-of-gpu", type=count, default=1, help="rows of a batch on each GPU (not with a YAML)")
-    add("--accumulate", type=count, default=1, help="batches per step (not with a YAML)")
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage; 3 also for FSDP (not with a YAML)")
-    add("--checkpointing", action="store_true", help="gradient checkpointing (not with a YAML)")
+    add("--rows-of-gpu", type=count, help="rows of a batch on each GPU (default 1; not with a YAML)")
+    add("--accumulate", type=count, help="batches per step (default 1; not with a YAML)")
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; 3 also for FSDP (default 0; not with a YAML)")
+    add("--checkpointing", action="store_true", default=None, help="gradient checkpointing (not with a YAML)")
     add("--steps", type=count, help="of the training; default: those of the YAML, or from --rows")
     add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
     add("--tokens-per-second", type=amount, metavar="N", help="that each GPU trains, for an estimate of the hours")
@@ -105,39 +105,41 @@ def _inputs(args: argparse.Namespace) -> Inputs:
     from pose_plugin.plan.trl_script import from_script
 
     given = {"gpus": args.gpus, "steps": args.steps, "rows": args.rows}
+    ours = {name: value for name in _IN_YAML if (value := getattr(args, name)) is not None}
     if args.config is not None:
-        twice = [name for name, default in _IN_YAML.items() if getattr(args, name) != default]
-        if twice:
-            raise PoSEError(f"{_option(twice[0])} cannot go with {args.config}, which sets it; change it there")
+        if ours:
+            raise PoSEError(f"{_option(next(iter(ours)))} cannot go with {args.config}, which sets it; change it there")
         read = from_script if args.config.endswith(".py") else from_yaml
         return read(args.config, args.base, **given)
     missing = [_option(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]
     if missing:
         raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML or a TRL script, or these options")
+    ours = _IN_YAML | ours
+    method = ours["method"]
     values: dict[str, Any] = {
         "base_model": args.base,
-        "sequence_len": args.train_length,
-        "pose": {"target_length": args.target_length, "rope": _rope(args.rope), "sampler": args.sampler or "pose"},
-        "micro_batch_size": args.rows_of_gpu,
-        "gradient_accumulation_steps": args.accumulate,
-        "gradient_checkpointing": args.checkpointing,
+        "sequence_len": ours["train_length"],
+        "pose": {"target_length": ours["target_length"], "rope": _rope(ours["rope"]), "sampler": ours["sampler"]},
+        "micro_batch_size": ours["rows_of_gpu"],
+        "gradient_accumulation_steps": ours["accumulate"],
+        "gradient_checkpointing": ours["checkpointing"],
         "bf16": True,
-        "deepspeed": {"zero_optimization": {"stage": args.zero}} if args.zero else None,
+        "deepspeed": {"zero_optimization": {"stage": ours["zero"]}} if ours["zero"] else None,
     }
-    if args.method != "full":
+    if method != "full":
         values |= {
-            "adapter": "qlora" if args.method == "qlora" else "lora",
-            "lora_r": args.lora_rank,
+            "adapter": "qlora" if method == "qlora" else "lora",
+            "lora_r": ours["lora_rank"],
             "lora_target_linear": True,
-            "load_in_4bit": args.method == "qlora",
-            "load_in_8bit": args.method == "8bit",
+            "load_in_4bit": method == "qlora",
+            "load_in_8bit": method == "8bit",
         }
     return from_values(values, **given)
 
 
-def _rope(value: str | None) -> Any:
+def _rope(value: str) -> Any:
     """Return the value of `pose.rope` for --rope, e.g. {"type": "base", "theta": 2e8} for base:2e8."""
-    kind, colon, theta = (value or "yarn").partition(":")
+    kind, colon, theta = value.partition(":")
     if not colon:
         return kind
     try:

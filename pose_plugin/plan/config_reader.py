@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pose_plugin.frameworks.axolotl_settings import likely_mistakes, require_com
 from pose_plugin.plan.base import base_config, overrides
 from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
+from pose_plugin.training.checks import divided
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
 from pose_plugin.utils.tables import counted
 
@@ -23,6 +25,12 @@ _FUSED_LOSSES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunk
 # Optimizers that keep what bf16 rounds away, always or with an argument.
 _EXACT = ("optimi_adamw", "stable_adamw", "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion")
 _EXACT_IF = ("bf16_stochastic_round", "use_kahan_summation")
+# Axolotl's older keys of an attention; the first of them that is on counts.
+_ATTENTIONS = ("xformers", "sage", "flex", "flash", "sdp", "eager")
+# GPUs that read the same rows.
+_PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+# Of FSDP 1, by name and by number; FSDP 2 ignores them.
+_STRATEGIES = {"SHARD_GRAD_OP": 2, "2": 2, "HYBRID_SHARD_ZERO2": 2, "5": 2, "NO_SHARD": 0, "3": 0}
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -127,11 +135,12 @@ def from_values(
         _method(cfg, notes),
         **_sharding(cfg, notes),
         gpus=gpus,
+        gpus_of_a_row=_gpus_of_a_row(cfg, gpus, notes),
         rows=number(cfg, "micro_batch_size", 1),
         window=window,
         optimizer=_optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
         checkpointing=bool(cfg.get("gradient_checkpointing")),
-        eager=cfg.get("attn_implementation") == "eager",
+        eager=_attention(cfg) == "eager",
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
     return Inputs(
@@ -140,7 +149,7 @@ def from_values(
         settings=settings,
         run=run,
         accumulate=accumulate,
-        steps=_steps(cfg, run.rows * accumulate * gpus, steps, rows, notes),
+        steps=_steps(cfg, run.rows * accumulate * run.groups, steps, rows, notes),
         chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
         beacon=beacon,
         bf16=lossy_bf16(cfg, run),
@@ -249,10 +258,14 @@ def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         values = block(cfg, "fsdp_config")
         offload = bool(values.get("offload_params") or values.get("fsdp_offload_params"))
         reshard = values.get("reshard_after_forward", values.get("fsdp_reshard_after_forward", True))
-        version = cfg.get("fsdp_version") or values.get("fsdp_version") or values.get("version")
+        version = str(cfg.get("fsdp_version") or values.get("fsdp_version") or values.get("version"))
+        stage = 3 if reshard else 2
+        if version != "2":
+            strategy = values.get("sharding_strategy") or values.get("fsdp_sharding_strategy")
+            stage = _STRATEGIES.get(str(strategy or reshard).upper(), stage)
         # Without resharding, gathered weights stay until the backward pass, so all are whole when it begins.
         # accelerate widens weights under FSDP 1; under FSDP 2 Axolotl shards the model itself and leaves bf16 as it is.
-        return {"stage": 3 if reshard else 2, "offload": offload, "master": narrow and str(version) != "2"}
+        return {"stage": stage, "offload": offload, "master": narrow and version != "2"}
     path = cfg.get("deepspeed")
     if not path:
         return {}
@@ -260,12 +273,37 @@ def _sharding(cfg: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         given = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else path
     except (OSError, ValueError):
         stage = next((n for n in (1, 2, 3) if f"zero{n}" in str(path)), 0)
-        notes.append(f"deepspeed={path} cannot be read here; assumed to be ZeRO-{stage} by its name")
-        return {"stage": stage, "master": narrow}
+        # Axolotl's …_cpuoffload_params.json leaves the optimizer on the GPU.
+        offload = "offload" in str(path) and "params" not in str(path)
+        kept = ", with the optimizer offloaded," if offload else ""
+        notes.append(f"deepspeed={path} cannot be read here; assumed to be ZeRO-{stage}{kept} by its name")
+        return {"stage": stage, "offload": offload, "master": narrow}
     zero = block(block({"deepspeed": given}, "deepspeed"), "zero_optimization")
     stage = number(zero, "stage", 0, least=0, most=3)
     device = block(zero, "offload_optimizer").get("device")
     return {"stage": stage, "offload": device not in (None, "none"), "master": narrow}
+
+
+def _attention(cfg: Mapping[str, Any]) -> str | None:
+    """Return the attention that the YAML names; None if it names none."""
+    older = (name for name in _ATTENTIONS if cfg.get(f"{name}_attention"))
+    return cfg.get("attn_implementation") or next(older, None)
+
+
+def _gpus_of_a_row(cfg: Mapping[str, Any], gpus: int, notes: list[str]) -> int:
+    """Return how many GPUs read the same rows, because rows or projections are split over them.
+
+    Raises:
+        PoSEError: all GPUs cannot be divided into such groups.
+    """
+    sizes = divided({key: number(cfg, key, None, least=0) for key in _PARALLEL})
+    together = math.prod(sizes.values())
+    named = " and ".join(f"{key}={size}" for key, size in sizes.items())
+    if gpus % together:
+        raise PoSEError(f"{named} needs a multiple of {together} GPUs, but {gpus} are given; change --gpus")
+    if sizes:
+        notes.append(f"memory is estimated without {named}, so each GPU may need less")
+    return together
 
 
 def _optimizer(name: str, notes: list[str]) -> str:
@@ -316,13 +354,18 @@ def _steps(
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
     epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
-    counted = None if rows else _count_rows(cfg, notes, needed=not steps)
-    rows = rows or counted
-    if not steps and rows:
-        if counted:
-            notes += _about_rows(cfg, counted)
-        steps = max(1, int(rows * epochs / rows_of_step))
-    return steps
+    if rows is None:
+        rows = _count_rows(cfg, notes, needed=not steps)
+    elif steps:
+        notes.append(
+            f"the number of steps is set to {steps}, so the {counted(rows, 'row')} of the data do not change it"
+        )
+    if rows is not None:
+        rows = _without_held_out(cfg, rows, notes)
+    if steps or rows is None:
+        return steps
+    notes += _about_rows(cfg, rows)
+    return max(1, int(rows * epochs / rows_of_step))
 
 
 def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:
@@ -346,18 +389,27 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
     if not count:
         notes.append(f"datasets: there is no row in {', '.join(map(str, paths))}; the training would have no data")
         return None
-    share = number(cfg, "val_set_size", 0, least=0, whole=False)
-    if share:
-        notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {counted(count, 'row')} out")
-        left = count - (count * share if share < 1 else share)
-        if left < 1:
-            raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {count} rows to train on")
-        count = int(left)
     return count
 
 
+def _without_held_out(cfg: Mapping[str, Any], rows: int, notes: list[str]) -> int:
+    """Return the rows that are left to train on.
+
+    Raises:
+        PoSEError: none are.
+    """
+    share = number(cfg, "val_set_size", 0, least=0, whole=False)
+    if not share:
+        return rows
+    notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {counted(rows, 'row')} out")
+    left = rows - (rows * share if share < 1 else share)
+    if left < 1:
+        raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {rows} rows to train on")
+    return int(left)
+
+
 def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
-    """Return how the number of steps may differ, because lines of a file are not rows of the training."""
+    """Return how the number of steps may differ, because rows of the data are not rows of the training."""
     reasons = []
     if any(each.get("type") == "completion" for each in _datasets(cfg)):
         reasons.append(
@@ -368,4 +420,7 @@ def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
         reasons.append("there may be fewer, because sample_packing puts several documents into a row")
     if not reasons:
         return []
-    return [f"steps assume that each of the {rows} lines is one row; {'; '.join(reasons)}. Axolotl logs the number"]
+    return [
+        f"steps assume that each of the {rows} rows of the data is one of the training; {'; '.join(reasons)}. Axolotl "
+        "logs the number"
+    ]

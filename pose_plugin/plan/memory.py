@@ -208,6 +208,7 @@ class Run:
         eager: whether attention keeps its scores (`attn_implementation: eager`).
         fused_loss: whether the loss is computed without all logits at once.
         rows, window: rows of a batch on each GPU, and tokens of a row.
+        gpus_of_a_row: GPUs that read the same rows, under tensor or context parallelism.
     """
 
     method: Method = "full"
@@ -228,6 +229,12 @@ class Run:
     fused_loss: bool = False
     rows: int = 1
     window: int = 1
+    gpus_of_a_row: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Return how many GPUs, or groups of GPUs, read rows of their own."""
+        return self.gpus // self.gpus_of_a_row
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,10 @@ def _sampler(plan: Plan) -> str:
 def _steps(plan: Plan) -> str:
     """Return rows and tokens, of a step and of the training."""
     run, inputs = plan.inputs.run, plan.inputs
-    rows = f"{counted(run.rows, 'row')} × {inputs.accumulate} × {counted(run.gpus, 'GPU')}"
+    gpus = counted(run.gpus, "GPU")
+    if run.gpus_of_a_row > 1:
+        gpus = f"{counted(run.groups, 'group')} of {run.gpus_of_a_row} GPUs"
+    rows = f"{counted(run.rows, 'row')} × {inputs.accumulate} × {gpus}"
     step = plan.rows_of_step * plan.window
     lines = [f"Step       {counted(plan.rows_of_step, 'row')} ({rows}), up to {step:,} tokens"]
     if not plan.rows or not inputs.steps:

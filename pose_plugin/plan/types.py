@@ -60,7 +60,7 @@ class Plan:
     def rows_of_step(self) -> int:
         """Return the rows of one optimizer step on all GPUs."""
         run = self.inputs.run
-        return run.rows * self.inputs.accumulate * run.gpus
+        return run.rows * self.inputs.accumulate * run.groups
 
     @property
     def rows(self) -> int | None:

@@ -182,12 +182,30 @@ def test_buckets_hold_every_distance_once_and_agree_with_the_coverage(base):
         ({"adapter": "beacon", "beacon": {"interval": 1024}, "pose": None},
          {"method": "beacon", "lora_rank": 0, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
         ({"attn_implementation": "eager"}, {"eager": True}),
+        ({"eager_attention": True}, {"eager": True}),
+        # Axolotl takes the faster of two of its older keys.
+        ({"eager_attention": True, "sdp_attention": True}, {"eager": False}),
+        ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, {"stage": 3, "offload": True}),
+        ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_params.json"}, {"stage": 3, "offload": False}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"stage": 2, "master": True}),
+        ({"fsdp_config": {"sharding_strategy": "no_shard"}}, {"stage": 0, "master": True}),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, {"stage": 3}),
+        ({"fsdp_version": 2, "fsdp_config": {"sharding_strategy": "NO_SHARD"}}, {"stage": 3}),
     ],
 )  # fmt: skip
 def test_what_is_read_from_a_yaml(base, changes, expected):
     run = from_values(values(base, **changes), gpus=4).run
     assert {name: getattr(run, name) for name in expected} == expected
     assert (run.gpus, run.rows, run.window) == (4, 2, 8192)
+
+
+def test_gpus_that_read_the_same_rows(base):
+    plan = plan_of(base, gpus=8, tensor_parallel_size=2, context_parallel_size=1)
+    assert plan.rows_of_step == 2 * 4 * 4 and "32 rows (2 rows × 4 × 4 groups of 2 GPUs)" in text(plan)
+    assert any("memory is estimated without tensor_parallel_size=2" in note for note in plan.notes)
+    assert plan_of(base, gpus=8, tensor_parallel_size=2, max_steps=None, rows=3200).inputs.steps == 100
+    with pytest.raises(PoSEError, match="tensor_parallel_size=2 needs a multiple of 2 GPUs, but 1 are given"):
+        plan_of(base, gpus=1, tensor_parallel_size=2)
 
 
 def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
@@ -204,7 +222,11 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     assert "there may be more" in note and "64 rows" in note and "there may be fewer" in note
     cut = {**data, "datasets": [{**data["datasets"][0], "type": "completion"}]}
     assert "there may be more" in from_values(values(base, **cut)).notes[0]
-    assert not from_values(values(base, **cut), rows=96).notes
+    assert from_values(values(base, **cut), rows=96).notes == from_values(values(base, **cut)).notes
+    held = from_values(values(base, max_steps=None, val_set_size=0.5), rows=96)
+    assert held.steps == 6 and "holds part of the 96 rows out" in held.notes[0]
+    (note,) = from_values(values(base), rows=96).notes
+    assert note == "the number of steps is set to 1000, so the 96 rows of the data do not change it"
     elsewhere = {**data, "datasets": [{"path": "someone/data", "type": "chat_template"}]}
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
@@ -416,6 +438,10 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         ([], "--base, --target-length, --train-length missing"),
         (["{yaml}", "--target-length", "5"], "--target-length cannot go with"),
         (["{yaml}", "--method", "qlora"], "--method cannot"),
+        # Also with the value that it has if it is not given.
+        (["{yaml}", "--method", "full"], "--method cannot"),
+        (["{yaml}", "--rows-of-gpu", "1"], "--rows-of-gpu cannot"),
+        (["{yaml}", "--zero", "0"], "--zero cannot"),
         (["{yaml}", "--gpus", "0"], "--gpus: '0' is not"),
         (["{yaml}", "--base", "{wrong}"], "transformers cannot build a model from the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
