@@ -29,19 +29,27 @@ from pose_plugin.utils.lengths import LONGEST, length_or_same
 
 ContentMode = Literal["contiguous", "window", "skip", "aligned"]
 
-# The types of numbers. Each has both limits, and a test refuses a numeric setting without them. StrictInt, as `true`
-# would otherwise pass as 1.
+
+def _no_switch(value: Any) -> Any:
+    """Refuse `true`, `yes` and `off` of a YAML, which pydantic would read as 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+# The types of numbers. Each has both limits, and a test refuses a numeric setting without them, or one that takes a
+# switch. StrictInt takes none; strict floats would refuse 2e8, which YAML reads as text.
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=LONGEST)]
 # Tokens: 32768, or "32k" as on the command line.
 Length = Annotated[StrictInt, Field(ge=1, le=LONGEST), BeforeValidator(length_or_same)]
 LengthOrZero = Annotated[StrictInt, Field(ge=0, le=LONGEST), BeforeValidator(length_or_same)]
 Seed = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Stretch = Annotated[float, Field(ge=1, le=LONGEST)]
-Rotations = Annotated[float, Field(gt=0, le=LONGEST)]
-Scale = Annotated[float, Field(gt=0, le=1000)]
+Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(_no_switch)]
+Stretch = Annotated[float, Field(ge=1, le=LONGEST), BeforeValidator(_no_switch)]
+Rotations = Annotated[float, Field(gt=0, le=LONGEST), BeforeValidator(_no_switch)]
+Scale = Annotated[float, Field(gt=0, le=1000), BeforeValidator(_no_switch)]
 # Float32, in which frequencies are computed, ends at 3e38.
-Theta = Annotated[float, Field(gt=1, le=1e30)]
+Theta = Annotated[float, Field(gt=1, le=1e30), BeforeValidator(_no_switch)]
 # A quoted "no" in a YAML is a string, and pydantic would silently read it as false.
 Switch = Annotated[bool, Field(strict=True)]
 

@@ -124,6 +124,22 @@ def numbers(schema):
         yield from numbers(part)
 
 
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("model", [PoSESettings, RopeSettings])
+def test_no_number_takes_a_switch(model, switch):
+    """YAML reads `yes` as true, which would pass as 1."""
+    names = [name for name, field in model.model_json_schema()["properties"].items() if any(numbers(field))]
+    assert len(names) >= 6
+    for name in names:
+        given = {name: switch} if model is PoSESettings else {"rope": {name: switch}}
+        with pytest.raises(PoSEError, match=rf"\b{name}={switch}: input should be a valid "):
+            parse_settings({"target_length": 1024, **given})
+
+
+def test_a_number_that_yaml_reads_as_text():
+    assert parse_settings({"target_length": 64, "rope": {"type": "base", "theta": "2e8"}}).rope.theta == 2e8
+
+
 @pytest.mark.parametrize("model", [PoSESettings, RopeSettings])
 def test_every_number_has_both_limits(model):
     for name, field in model.model_json_schema()["properties"].items():
