@@ -65,11 +65,14 @@ def notes_of(inputs: Inputs, rope: RopePlan | None) -> list[str]:
         return notes
     stretch = settings.target_length / rope.original_length
     if rope.type.startswith("yarn") and stretch <= LARGE_STRETCH:
-        extend = f"target_length={settings.target_length},rope={rope.type}"
+        more = settings.rope.model_dump(exclude={"type"}, exclude_defaults=True)
+        extend = {"target_length": settings.target_length, "rope": rope.type, **more}
+        measure = ["pose-plugin", "evaluate", inputs.base, "--output", "base-extended"]
+        measure += ["--extend", ",".join(f"{key}={value}" for key, value in extend.items())]
         notes.append(
             f"YaRN at {stretch:g} times the window may find far facts without training. On SmolLM2-135M, at 4 and 8 "
             "times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). Measure the "
-            f"base before you train: pose-plugin evaluate {shlex.quote(inputs.base)} --extend {extend}"
+            f"base before you train: {shlex.join(measure)}"
         )
     if stretch >= UNSHOWN_STRETCH:
         notes.append(

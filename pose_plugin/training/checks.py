@@ -160,10 +160,14 @@ def warning_of_no_jumps(settings: PoSESettings) -> str | None:
     no_room = window is not None and (window == 1 or window >= settings.target_length + settings.target_margin)
     if not sampler.skips or not (one_chunk or no_room or settings.unskipped_ratio == 1):
         return None
+    if no_room:
+        fix = "Lengthen train_length" if window == 1 else "Shorten train_length"
+    else:
+        fix = "Use chunks: 2" if one_chunk else "Lower unskipped_ratio"
     return (
         f"with chunks={settings.chunks}, unskipped_ratio={settings.unskipped_ratio:g}, target_length="
         f"{settings.target_length}, train_length={window} no document can have a jump: this run trains plain "
-        f"positions. {'Shorten train_length' if no_room and window != 1 else 'Use chunks: 2'}, or set sampler: none"
+        f"positions. {fix}, or set sampler: none"
     )
 
 

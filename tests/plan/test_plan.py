@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
+from pose_plugin.cli.evaluate import add_arguments
 from pose_plugin.cli.evaluate_models import parse_extension
 from pose_plugin.cli.main import main
-from pose_plugin.plan.advice import rows_needed
+from pose_plugin.cli.parser import Parser
+from pose_plugin.plan.advice import notes_of, rows_needed
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
 from pose_plugin.plan.report import text
@@ -53,6 +55,15 @@ def plan_of(base, gpus=8, gpu_gib=None, steps=None, rows=None, **changes):
     return make_plan(inputs, gpu_gib, draws=200)
 
 
+def asked(note):
+    """Return the models and the extension of the command in a note, by the parser that will read it."""
+    words = shlex.split(note.partition("pose-plugin evaluate ")[2])
+    parser = Parser()
+    add_arguments(parser)
+    args = parser.parse_args(words)
+    return args.models, parse_extension(*args.extend)
+
+
 def test_a_small_stretch_with_yarn_is_measured_first(base):
     def advice(target, rope, **pose):
         notes = plan_of(base, pose={"target_length": target, "rope": rope, **pose}).notes
@@ -60,9 +71,13 @@ def test_a_small_stretch_with_yarn_is_measured_first(base):
 
     (note,) = advice(32768, "yarn")
     assert "YaRN at 4 times the window" in note and "not shown to be worth it" in note
-    command = shlex.split(note.partition("pose-plugin evaluate ")[2])
-    assert command[:2] == [base, "--extend"]
-    assert parse_extension(command[2]) == (32768, {"type": "yarn"})
+    assert asked(note) == ([base], (32768, {"type": "yarn"}))
+    # The settings that change the frequencies belong to the command, and a name may have a space.
+    (note,) = advice(32768, {"type": "yarn", "beta_fast": 16, "beta_slow": 1, "original_length": 8192})
+    assert asked(note)[1] == (32768, {"type": "yarn", "beta_fast": 16, "original_length": 8192})
+    inputs = replace(plan_of(base, pose={"target_length": 32768}).inputs, base="my base; true")
+    (note,) = notes_of(inputs, plan_of(base, pose={"target_length": 32768}).rope)
+    assert asked(note)[0] == ["my base; true"]
     assert advice(65536, "yarn") and not advice(131072, "yarn")
     assert not advice(32768, "linear") and not advice(32768, "yarn", sampler="none")
 
@@ -129,7 +144,9 @@ def test_what_the_run_will_refuse(base, changes, message):
             "eval_sequence_len=32769 tokens are longer than pose.target_length=32768",
         ),
         ({"pose": {"target_length": 8192, "rope": "none"}}, "train_length=8192 no document can have a jump"),
-        ({"pose": {"target_length": 32768, "chunks": 1}}, "chunks=1, .* no document can have a jump"),
+        ({"pose": {"target_length": 32768, "chunks": 1}}, "chunks=1, .* no document can have a jump.*Use chunks: 2"),
+        ({"pose": {"target_length": 32768, "unskipped_ratio": 1}}, "unskipped_ratio=1, .*Lower unskipped_ratio"),
+        ({"pose": {"target_length": 32768, "train_length": 1}}, "train_length=1 no document .*Lengthen train_length"),
     ],
 )  # fmt: skip
 def test_what_the_run_will_warn_of(base, tmp_path, changes, warning):
