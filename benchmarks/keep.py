@@ -17,7 +17,7 @@ Fixed before the first run:
 - PoSE keeps the window if `pose` then finds at least .15 more than `plain` at that rate, likewise, with three seeds.
 - `pose` is trained only at rates at which `plain` loses the window. If nothing is lost, nothing has to be kept.
 
-RULER (13 tasks of 5 prompts) was added before it was measured, and decides nothing.
+RULER (13 tasks of 2 prompts) was added before it was measured, and decides nothing.
 
 Each command resumes. Results: results/keep_training.json, keep.json and keep_ruler.json. Training needs Axolotl.
 """
@@ -57,7 +57,7 @@ PLACES = tuple(
 )
 EDGES = (0, 2048, 4096, 6144, 8192)
 TRAINING, JUDGED, RULER = (RESULTS / f"keep{name}.json" for name in ("_training", "", "_ruler"))
-RULER_LENGTH, RULER_TRIALS = 4096, 5
+RULER_LENGTH, RULER_TRIALS = 4096, 2
 
 
 def main() -> None:

@@ -224,8 +224,11 @@ def test_readme_and_the_smollm2_page_quote_the_results():
     quoted = tables.table(committed("smollm2"))
     with recall_benchmark() as recall:
         far_back = recall("judge").table(committed("recall")["rows"])
-    assert quoted in page and far_back in page
-    assert not re.search(r"^\|", page.replace(quoted, "").replace(far_back, ""), re.MULTILINE)
+    keep = benchmark("keep")
+    for table in (quoted, far_back, keep.table(committed("keep")["rows"])):
+        assert table in page
+        page = page.replace(table, "")
+    assert not re.search(r"^\|", page, re.MULTILINE)
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     assert tables.summary(committed("smollm2")) in readme
     assert (FIGURES / "smollm2.png").read_bytes().startswith(b"\x89PNG")
@@ -338,6 +341,25 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
         f"From 24,576 tokens on, it finds {facts_found('two_views', 24576)} of 30.",
     ):
         assert sentence in page
+
+
+def test_what_short_rows_leave_of_a_long_window_is_what_was_measured():
+    """keep.py fixed .15 fewer facts beyond 4,096 tokens as a loss."""
+    keep, rows = benchmark("keep"), committed("keep")["rows"]
+    texts = {model: [row for row in rows if row["model"] == model] for model in ("base", "plain-3e-4-1")}
+    base, plain = (round(5 * sum(map(keep.far, read))) for read in texts.values())
+    assert {len(read) for read in texts.values()} == {9} and len(texts) * 9 == len(rows)
+    mean, low, high = (f"{v:.2f}".replace("0.", ".") for v in keep.difference(rows, ["plain-3e-4-1"], ["base"]))
+    before, after = (keep.table(read).split("|")[-3].strip() for read in texts.values())
+    page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"the base finds {base} of 45 facts, and the trained model {plain}.",
+        f"The difference of the shares is {mean} (95 % interval over the texts: {low} to {high})",
+        f"rises from {before} to {after};",
+    ):
+        assert sentence in page
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    assert f"of 45 facts 4,096 to 8,192 tokens back: {base} before training, {plain} after |" in readme
 
 
 @pytest.mark.parametrize(("command", "seconds"), committed("times")["seconds"].items())
