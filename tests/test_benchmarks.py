@@ -350,12 +350,14 @@ def test_what_short_rows_leave_of_a_long_window_is_what_was_measured():
     base, plain = (round(5 * sum(map(keep.far, read))) for read in texts.values())
     assert {len(read) for read in texts.values()} == {9} and len(texts) * 9 == len(rows)
     mean, low, high = (f"{v:.2f}".replace("0.", ".") for v in keep.difference(rows, ["plain-3e-4-1"], ["base"]))
-    before, after = (keep.table(read).split("|")[-3].strip() for read in texts.values())
+    cells = [[cell.strip() for cell in keep.table(read).split("|")[-3:-1]] for read in texts.values()]
+    (before, ruler), (after, ruler_after) = cells
     page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
     for sentence in (
         f"the base finds {base} of 45 facts, and the trained model {plain}.",
         f"The difference of the shares is {mean} (95 % interval over the texts: {low} to {high})",
         f"rises from {before} to {after};",
+        f"falls from {ruler[1:]} to {ruler_after[1:]}, but two prompts per task",
     ):
         assert sentence in page
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
