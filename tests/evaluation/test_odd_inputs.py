@@ -76,8 +76,7 @@ def test_an_evaluator_whose_positions_end(tmp_path, save, make_llama):
     assert run(base, *arguments, "--short-context", 100, "--max-windows", 1, "--output", tmp_path / "out") == 1
     (row,) = results(tmp_path / "out")
     assert "gap" in row and "longppl" not in row
-    for n, note in zip((200, 300), row["notes"][-2:], strict=True):
-        assert note.startswith(f"longppl at {n} was left out: the evaluator judge: IndexError: ")
+    assert row["notes"][-1].startswith("longppl at 200, 300 was left out: the evaluator judge: IndexError: ")
 
 
 def test_a_model_that_counts_nothing_but_nan_is_not_the_best(tmp_path, save, make_llama, capsys):
