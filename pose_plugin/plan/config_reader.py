@@ -15,9 +15,9 @@ from pose_plugin.frameworks.axolotl_settings import likely_mistakes, require_com
 from pose_plugin.plan.base import base_config, overrides
 from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
+from pose_plugin.plan.steps import datasets_of, steps_of
 from pose_plugin.training.checks import divided
 from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
-from pose_plugin.utils.tables import counted
 
 # The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
@@ -149,8 +149,8 @@ def from_values(
         settings=settings,
         run=run,
         accumulate=accumulate,
-        steps=_steps(cfg, run.rows * accumulate * run.groups, steps, rows, notes),
-        chat=any("chat_template" in str(each.get("type")) for each in _datasets(cfg)),
+        steps=steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes),
+        chat=any("chat_template" in str(each.get("type")) for each in datasets_of(cfg)),
         beacon=beacon,
         bf16=lossy_bf16(cfg, run),
         learning_rate=number(cfg, "learning_rate", None, least=0, whole=False),
@@ -335,92 +335,3 @@ def _exact_optimizer(cfg: Mapping[str, Any]) -> bool:
     if str(cfg.get("optimizer")) in _EXACT:
         return options.get("kahan_sum", "true") not in ("false", "0")
     return any(options.get(name) in ("true", "1", "yes", "on") for name in _EXACT_IF)
-
-
-# -- the data set and the base ---------------------------------------------------------------------------------------
-
-
-def _datasets(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    value = cfg.get("datasets") or []
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise PoSEError(f"datasets={value!r} is not a list of blocks; write `- path: rows.jsonl` below `datasets:`")
-    return value
-
-
-def _steps(
-    cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str]
-) -> int | None:
-    """Return the steps of the training, or None if they cannot be known here."""
-    # In Axolotl max_steps: -1 means the same as none.
-    steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
-    epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
-    if rows is None:
-        rows = _count_rows(cfg, notes, needed=not steps)
-    elif steps:
-        notes.append(
-            f"the number of steps is set to {steps}, so the {counted(rows, 'row')} of the data do not change it"
-        )
-    if rows is not None:
-        rows = _without_held_out(cfg, rows, notes)
-    if steps or rows is None:
-        return steps
-    notes += _about_rows(cfg, rows)
-    return max(1, int(rows * epochs / rows_of_step))
-
-
-def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:
-    """Return the training lines of local JSON lines files, or None if any part of the data is elsewhere.
-
-    Args:
-        cfg: the values of the YAML.
-        notes: what was assumed is added here.
-        needed: whether the number of steps depends on the rows, so that a missing file is worth a note.
-    """
-    paths = [Path(str(each.get("path"))) for each in _datasets(cfg)]
-    gone = [p for p in paths if p.suffix in (".jsonl", ".json", ".parquet", ".csv") and not p.exists()]
-    if gone and needed:
-        notes.append(f"datasets: {gone[0]} is not on this machine or not in this folder, so its rows are not counted")
-    if not paths or not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
-        return None
-    count = 0
-    for path in paths:
-        with path.open("rb") as file:
-            count += sum(bool(line.strip()) for line in file)
-    if not count:
-        notes.append(f"datasets: there is no row in {', '.join(map(str, paths))}; the training would have no data")
-        return None
-    return count
-
-
-def _without_held_out(cfg: Mapping[str, Any], rows: int, notes: list[str]) -> int:
-    """Return the rows that are left to train on.
-
-    Raises:
-        PoSEError: none are.
-    """
-    share = number(cfg, "val_set_size", 0, least=0, whole=False)
-    if not share:
-        return rows
-    notes.append(f"val_set_size={cfg['val_set_size']} holds part of the {counted(rows, 'row')} out")
-    left = rows - (rows * share if share < 1 else share)
-    if left < 1:
-        raise PoSEError(f"val_set_size={cfg['val_set_size']} leaves none of the {rows} rows to train on")
-    return int(left)
-
-
-def _about_rows(cfg: Mapping[str, Any], rows: int) -> list[str]:
-    """Return how the number of steps may differ, because rows of the data are not rows of the training."""
-    reasons = []
-    if any(each.get("type") == "completion" for each in _datasets(cfg)):
-        reasons.append(
-            "there may be more, because type: completion cuts a text longer than sequence_len into up to 64 rows (and "
-            "drops the rest)"
-        )
-    if cfg.get("sample_packing"):
-        reasons.append("there may be fewer, because sample_packing puts several documents into a row")
-    if not reasons:
-        return []
-    return [
-        f"steps assume that each of the {rows} rows of the data is one of the training; {'; '.join(reasons)}. Axolotl "
-        "logs the number"
-    ]
