@@ -38,7 +38,8 @@ def _no_switch(value: Any) -> Any:
 
 
 # The types of numbers. Each has both limits, and a test refuses a numeric setting without them, or one that takes a
-# switch. StrictInt takes none; strict floats would refuse 2e8, which YAML reads as text.
+# switch. StrictInt takes none; strict floats would refuse 2e8, which YAML reads as text. The validator stands behind
+# the limits, because the JSON schema would lose limits that follow it.
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=LONGEST)]
 # Tokens: 32768, or "32k" as on the command line.
 Length = Annotated[StrictInt, Field(ge=1, le=LONGEST), BeforeValidator(length_or_same)]

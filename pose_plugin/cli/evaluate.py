@@ -288,7 +288,7 @@ def _evaluator(measures: list[Measure], sources: list[Source], variants: int) ->
 
     place = Path(named).resolve()
     same = [source for source in sources if Path(source.path).resolve() == place]
-    # A folder is no name in the tables.
+    # A name in the tables, unless there is such a folder.
     same = same or [source for source in sources if source.name == named and not place.is_dir()]
     return same[0] if same else describe(named)
 

@@ -84,7 +84,7 @@ class Session:
         names = [source.name for source in everyone]
         if len(set(names)) < len(names):
             # Tokenizers and answers are found by them.
-            raise PoSEError(f"names={names}: two models have the same; give each a name of its own")
+            raise PoSEError(f"names={names}: two models have the same; give each a different name")
         complaints, device = Complaints(), place(self.device)
         for source in everyone:
             with complaints:
