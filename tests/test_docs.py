@@ -79,6 +79,33 @@ def test_readme_trl_snippet(tmp_path):
     assert forked(case).value == 32768
 
 
+def test_snippets_of_the_trl_page(tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    whole, adapter = (text.replace("=1000", "=1") for text in blocks(ROOT / "docs" / "trl.md", "python"))
+    monkeypatch.chdir(tmp_path)
+
+    def case():
+        from datasets import Dataset
+
+        make_llama(max_position_embeddings=2048).save_pretrained("base")
+        make_tokenizer().save_pretrained("base")
+        names = {"base": "base", "dataset": Dataset.from_list([{"text": "w9 w10 w11 w12 " * 10}] * 4)}
+        exec(whole, names)
+        names["model"] = type(names["model"]).from_pretrained("base", config=names["config"])
+        exec(adapter, names)
+        names["trainer"].train()
+        names["trainer"].save_model()
+
+    forked(case)
+    for folder in ("long", "adapter"):
+        config = json.loads((tmp_path / "outputs" / folder / "config.json").read_text(encoding="utf-8"))
+        assert config["max_position_embeddings"] == 32768
+        assert (tmp_path / "outputs" / folder / "pose.json").exists()
+    peft = json.loads((tmp_path / "outputs" / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert peft["modules_to_save"] == ["input_layernorm", "post_attention_layernorm", "norm"]
+
+
 def test_reload_snippet_loads_model_and_adapter(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     (snippet,) = blocks(ROOT / "docs" / "how.md", "python")
