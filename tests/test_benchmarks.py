@@ -277,6 +277,9 @@ def test_the_table_of_which_settings_quotes_the_results():
     assert f"At 64 times, PoSE finds {tiny('2', 'linear, PoSE')} with `linear`." in table
     assert f"a share of far facts that is {gain} larger than without training; {fixed} had been required" in table
     assert len(re.findall(r"(?<!\d)\.\d+", table)) == 3, "a number that no test recomputes"
+    names = benchmark("paper_tables").TABLES["settings"].rows
+    margin, bare, unskipped, clamped = (float(tiny("settings", name)) for name in names)
+    assert abs(margin - bare) < 0.02 and unskipped < margin - 0.02 and clamped < bare - 0.02
 
 
 def test_the_table_of_when_it_pays_quotes_the_results():
