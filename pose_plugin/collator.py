@@ -119,6 +119,8 @@ class PositionCollator:
     def settle_target(self, config: Any) -> None:
         """Take the target from the config of the model that will be trained, or compare it with that of the settings.
 
+        The model may be built for the margin too.
+
         Raises:
             PoSEError: they differ, or neither names a target.
         """
@@ -132,7 +134,7 @@ class PositionCollator:
             given = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
             self.settings = parse_settings(given | {"target_length": built}, where="PoSECollator")
             self.target_from_model = False
-        elif built not in (None, self.settings.target_length):
+        elif built is not None and not 0 <= built - self.settings.target_length <= self.settings.target_margin:
             raise PoSEError(
                 f"target_length={self.settings.target_length} of the collator, but the model was built by "
                 f"extend_context(config, target_length={built}). Positions and frequencies must reach equally far: "

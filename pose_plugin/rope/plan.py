@@ -96,7 +96,7 @@ def plan_rope(config: Any, target_length: int, rope: str | Mapping[str, Any] | R
         original_length=source.original_length,
         original_theta=source.original_theta,
         factor=factor,
-        record=_record(source, name if kind.stretches else None, maximum),
+        record=_record(source, name if kind.stretches else None, target_length),
         top_original=current["rope_type"] == "longrope" or (source.top_original and not _from_our_list(source)),
         head_dim=None if current["rope_type"] == "default" else source.unset_head_dim,
         fixed=source.fixed,
@@ -113,17 +113,17 @@ def _from_our_list(source: RopeSource) -> bool:
     return bool(source.record) and source.current["rope_type"] == "longrope" and source.model_type not in LONGROPE_ONLY
 
 
-def _record(source: RopeSource, name: str | None, maximum: int) -> dict[str, Any]:
+def _record(source: RopeSource, name: str | None, target: int) -> dict[str, Any]:
     """Return what is kept in the config.
 
     Args:
         source: the base.
         name: of the kind; None if the frequencies stay, and with them the name of an earlier stretch.
-        maximum: the new window.
+        target: the new window; below the maximum if `rope: none` keeps a longer one.
     """
     record = {
         "rope": name or source.record.get("rope", "none"),
-        "target_length": maximum,
+        "target_length": target,
         "original_length": source.original_length,
         "original_theta": source.original_theta,
     }

@@ -139,6 +139,24 @@ def test_a_scaling_without_any_base_is_noted(tmp_path, capsys):
     assert "info     rope_theta missing" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("built", "record", "fits"),
+    [
+        (8192, {"target_length": 4096}, False),
+        (4096, {"target_length": 4096}, True),
+        (8192, {"target_length": 8192, "target_margin": 64}, True),
+        (8192, {"target_length": 8000, "target_margin": 192}, True),
+        (8192, {"target_length": 8000, "target_margin": 191}, False),
+        (None, {"target_length": 4096}, False),
+    ],
+)
+def test_a_record_of_less_than_the_window(built, record, fits, tmp_path):
+    """`rope: none` keeps the base's own window, and a model may be built for the margin."""
+    noted = {"pose_plugin": {"rope": "none", "target_length": built}} if built else {}
+    folder = write(tmp_path, {"config.json": {**SMALL, **noted}, "pose.json": record})
+    assert ("record and config differ" not in [each.cause for each in diagnose(read_folder(folder))]) == fits
+
+
 def test_without_a_factor_every_engine_stops(tmp_path):
     rope = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
     folder = write(tmp_path, {"config.json": {**SMALL, "rope_scaling": rope, "max_position_embeddings": 32768}})

@@ -138,6 +138,21 @@ def test_a_target_that_nobody_names(tmp_path):
         trainer_of(tmp_path, collator=PoSECollator(make_tokenizer(), train_length=512))
 
 
+def test_a_target_within_the_base_s_own_window():
+    config = extend_context(make_llama(max_position_embeddings=2 * TARGET).config, TARGET, "none")
+    assert config.max_position_embeddings == 2 * TARGET
+    PoSECollator(make_tokenizer(), target_length=TARGET).settle_target(config)
+    with pytest.raises(PoSEError, match=f"target_length={2 * TARGET} of the collator.*target_length={TARGET}"):
+        PoSECollator(make_tokenizer(), target_length=2 * TARGET).settle_target(config)
+
+
+def test_a_model_may_be_built_for_the_margin_too():
+    config = extend_context(make_llama().config, TARGET + 64)
+    PoSECollator(make_tokenizer(), target_length=TARGET, target_margin=64).settle_target(config)
+    with pytest.raises(PoSEError, match="must reach equally far"):
+        PoSECollator(make_tokenizer(), target_length=TARGET, target_margin=63).settle_target(config)
+
+
 def test_a_bound_trainer_shows_its_mixin(tmp_path, collator):
     trainer = trainer_of(tmp_path, collator=collator)
     kind = type(trainer)

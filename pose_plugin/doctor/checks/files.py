@@ -169,8 +169,11 @@ def record(folder: Folder) -> Iterator[Problem]:
     values = folder.files.get(RECORD)
     if values is None or CONFIG not in folder.files:
         return
-    target = whole(values.get("target_length"))
-    if target and folder.maximum and target != folder.maximum:
+    target, margin = whole(values.get("target_length")), whole(values.get("target_margin")) or 0
+    noted = folder.text.get("pose_plugin")
+    # `rope: none` keeps a window that is longer than the target.
+    built = (whole(noted.get("target_length")) if isinstance(noted, dict) else None) or folder.maximum
+    if target and folder.maximum and (folder.maximum < target or not target <= built <= target + margin):
         yield problem(
             "record and config differ",
             "target_length",
