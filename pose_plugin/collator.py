@@ -187,7 +187,8 @@ class PositionCollator:
             `attention_mask` (one document per row) or none (packed documents).
 
         Raises:
-            PoSEError: a document longer than the target, 3-D positions, an inner collator that changes lengths.
+            PoSEError: a document longer than the target, 3-D positions, an inner collator that changes lengths or
+                labels.
         """
         return self._assemble(features, self._draw, args, kwargs)
 
@@ -218,6 +219,7 @@ class PositionCollator:
         elif packing is None:
             inner = [row[0] for row in inner]
         batch = dict(self.collate(inner, *args, **kwargs))
+        self._require_labels(batch, inner)
         return self._finish(batch, of_rows, packing is not None)
 
     def _draw(self, features: list[Feature]) -> list[Window]:
@@ -288,6 +290,20 @@ class PositionCollator:
             return _one_row(batch) if self.one_row else batch
         batch["attention_mask"] = torch.from_numpy(mask)
         return batch
+
+    def _require_labels(self, batch: dict[str, Any], inner: list[Any]) -> None:
+        """Raise PoSEError if the inner collator puts tokens into the loss that the rows' labels leave out."""
+        features = [feature for row in inner for feature in (row if isinstance(row, list) else [row])]
+        if getattr(self.collate, "reads_arrays", False) or not all("labels" in feature for feature in features):
+            return
+        given = sum(np.count_nonzero(np.asarray(feature["labels"]) != IGNORED_LABEL) for feature in features)
+        made = int((batch["labels"] != IGNORED_LABEL).sum()) if "labels" in batch else 0
+        if made > given:
+            raise PoSEError(
+                f"the inner collator {type(self.collate).__name__} puts {made} tokens into the loss, but the labels or "
+                f"masks of the rows name {given}: it replaces labels by the tokens. Leave collate out, as PoSECollator "
+                "keeps labels, or wrap one that keeps them too, such as DataCollatorForSeq2Seq"
+            )
 
     def _require_fitting(self, given: torch.Tensor | None, packed: bool) -> None:
         """Raise PoSEError if the inner collator's positions or packing cannot be trained with skips."""

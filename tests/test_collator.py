@@ -491,6 +491,16 @@ def test_a_document_beyond_the_target_is_refused():
     # A train_length limits how much of it is read.
     assert collator(train_length=64)(rows(range(600)))["input_ids"].shape == (1, 64)
 
+@pytest.mark.parametrize("column", [{"labels": [-100] * 3 + SIX[3:]}, {"assistant_masks": [0, 0, 0, 1, 1, 1]}])
+def test_an_inner_collator_that_replaces_labels_is_refused(column):
+    """Rows of equal length: labels of others cannot be stacked by it, which is an error of its own."""
+    features = [{"input_ids": SIX, **column}] * 2
+    with pytest.raises(PoSEError, match=r"DataCollatorForLanguageModeling puts 12 tokens into the loss, .* name 6"):
+        collator(language_modeling())(features)
+    for keeps in (seq2seq(), trl_language_modeling()):
+        assert lists(collator(keeps)(features))["labels"] == [[-100] * 3 + SIX[3:]] * 2
+
+
 
 @pytest.mark.parametrize(
     "features, sentence",
