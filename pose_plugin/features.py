@@ -132,7 +132,8 @@ def one_document(feature: Feature) -> Feature:
             tokens that the mask hides in the middle.
     """
     size = len(feature.get("input_ids", ()))
-    for name in _PER_TOKEN:
+    # Masks of the loss are not read next to labels. TRL shortens only the labels.
+    for name in _PER_TOKEN if "labels" not in feature else _PER_TOKEN[: -len(_MASKS)]:
         if name in feature and not _per_token(feature[name], size):
             raise PoSEError(
                 f"one sample has {size} input_ids and {np.size(feature[name])} {name}; give one per token (labels: "

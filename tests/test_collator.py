@@ -280,6 +280,12 @@ def test_masks_of_rows_without_labels_become_labels(name):
     assert lists(packed)["labels"] == [[-100] * 6 + THREE]
 
 
+def test_a_mask_next_to_labels_is_not_read():
+    """TRL shortens labels to max_length, and leaves the mask as long as it was if completion_only_loss is off."""
+    batch = collator().assemble(rows(SIX, completion_mask=[0, 0, 0, 1, 1, 1, 1]), fixed(W6))
+    assert lists(batch)["labels"] == [SIX]
+
+
 def test_a_column_that_would_be_left_out_of_the_batch():
     pad = PoSECollator(make_tokenizer(), target_length=64)
     for value in ([0.5] * 6, torch.zeros(3, 2, 2, dtype=torch.bfloat16), [[1, 2]]):
