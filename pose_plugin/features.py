@@ -158,9 +158,9 @@ def one_document(feature: Feature) -> Feature:
             "is one document, remove the column"
         )
     used = np.flatnonzero(~hidden) if mask is not None else hidden
-    if used.size in (0, size):
+    if used.size == size:
         return feature
-    begin, end = int(used[0]), int(used[-1]) + 1
+    begin, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
     if end - begin != used.size:
         raise PoSEError(
             f"the attention_mask of one sample hides {end - begin - used.size} of its tokens in the middle; only "

@@ -491,12 +491,6 @@ def test_inner_collators_that_change_lengths_are_refused(inner, sentence):
         collator(inner)(rows(SIX))
 
 
-def test_a_document_beyond_the_target_is_refused():
-    with pytest.raises(PoSEError, match="a training sample has 600 tokens, more than target_length=512"):
-        collator()(rows(range(600)))
-    # A train_length limits how much of it is read.
-    assert collator(train_length=64)(rows(range(600)))["input_ids"].shape == (1, 64)
-
 @pytest.mark.parametrize("column", [{"labels": [-100] * 3 + SIX[3:]}, {"assistant_masks": [0, 0, 0, 1, 1, 1]}])
 def test_an_inner_collator_that_replaces_labels_is_refused(column):
     """Rows of equal length: labels of others cannot be stacked by it, which is an error of its own."""
@@ -506,6 +500,12 @@ def test_an_inner_collator_that_replaces_labels_is_refused(column):
     for keeps in (seq2seq(), trl_language_modeling()):
         assert lists(collator(keeps)(features))["labels"] == [[-100] * 3 + SIX[3:]] * 2
 
+
+def test_a_document_beyond_the_target_is_refused():
+    with pytest.raises(PoSEError, match="a training sample has 600 tokens, more than target_length=512"):
+        collator()(rows(range(600)))
+    # A train_length limits how much of it is read.
+    assert collator(train_length=64)(rows(range(600)))["input_ids"].shape == (1, 64)
 
 
 @pytest.mark.parametrize(
@@ -721,6 +721,12 @@ def test_padding_from_tokenisation_is_removed(mask, tokens):
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
     alone = collate([{"input_ids": tokens}])
     assert alone["position_ids"][0].tolist() == batch["position_ids"][0, :4].tolist(), "positions of the tokens alone"
+
+
+def test_a_row_of_padding_alone_is_refused():
+    collate = PoSECollator(make_tokenizer(), target_length=64)
+    with pytest.raises(PoSEError, match="a non-empty 1-D list is needed"):
+        collate([{"input_ids": [0] * 6, "attention_mask": [0] * 6}])
 
 
 def test_tokens_hidden_in_the_middle_are_refused():
