@@ -134,8 +134,10 @@ def _findings(feature: Any, settings: PoSESettings, headers: TurnTokens | None) 
     trained = supervised(feature)
     places = headers_behind_ends(tokens, headers)
     size = settings.train_length or len(tokens)
+    # Other contents take the window from anywhere in the document.
+    reach = size if settings.content == "contiguous" else len(tokens)
     # No model predicts the first token of a document.
-    if not (np.ones(len(tokens), dtype=bool) if trained is None else trained)[1:size].any():
+    if not (np.ones(len(tokens), dtype=bool) if trained is None else trained)[1:reach].any():
         yield "silent"
     if trained is None or trained.all():
         if places:

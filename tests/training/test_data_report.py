@@ -73,6 +73,13 @@ def test_labels_shifted_by_hand():
     assert "labels are the input_ids, or -100" in warnings(GOOD, shifted)[0]
 
 
+@pytest.mark.parametrize("content", ["window", "skip", "aligned"])
+def test_answers_that_another_piece_of_the_document_reaches(content):
+    far = {"input_ids": list(range(30, 60)), "labels": [-100] * 20 + list(range(50, 60))}
+    found = warnings(far, far, train_length=8, content=content)
+    assert len(found) == 1 and "drops parts of them" in found[0]
+
+
 def test_rows_that_train_nothing_at_all_are_refused():
     with pytest.raises(PoSEError, match=r"train_length=None: none of 2 rows .* row 0, which begins"):
         warnings(*[row("S U w30 E N S A w40 E N")] * 2)
