@@ -13,6 +13,8 @@ from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.files import Stage, read_json
 
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+# The files that `raised_limits` may change.
+LIMITING = (_TOKENIZER, _GENERATION)
 # transformers' own max_length, which stands for "not set": `generate` then adds 20 tokens to any prompt.
 UNSET_GENERATION = 20
 

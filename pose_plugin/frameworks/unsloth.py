@@ -12,11 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.lengths import raised_limits
+from pose_plugin.checkpoints.lengths import LIMITING, raised_limits
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.files import atomic_file, write_json
+from pose_plugin.utils.files import atomic_file, read_json, write_json
 
 
 def extended_base(base: str | Path, folder: str | Path, target_length: int, rope: Any = "yarn", **settings: Any) -> str:
@@ -36,7 +36,8 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         `folder`.
 
     Raises:
-        PoSEError: the folder holds something else, or the rope is not possible (see `extend_context`).
+        PoSEError: the folder holds something else or files of another base, or the rope is not possible (see
+            `extend_context`).
     """
     source, path = Path(base), Path(folder)
     if not source.is_dir():
@@ -52,23 +53,41 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         others and RECORD_KEY not in (there.read_text(encoding="utf-8") if there.exists() else "")
     ):
         raise PoSEError(f"folder={str(path)!r} is not empty. Name a new or an empty folder")
+    # Also those that keep their limits: an earlier call may have raised them to another target.
+    limits = {name: read_json(source / name) for name in LIMITING if (source / name).is_file()}
+    written = {"config.json": extended, **limits, **dict(raised_limits(source.joinpath, target_length))}
+    files = [file for file in source.iterdir() if file.is_file() and file.name not in written]
+    if foreign := [file.name for file in files if not _may_become(file, path / file.name)]:
+        raise PoSEError(
+            f"folder={str(path)!r} has the {foreign[0]} of another base, which would be trained with the config of "
+            f"{base}. Name a new or an empty folder"
+        )
     path.mkdir(parents=True, exist_ok=True)
-    write_json(there, extended)
-    written = {"config.json"}
-    for name, limits in raised_limits(source.joinpath, target_length):
-        write_json(path / name, limits)
-        written.add(name)
-    for file in source.iterdir():
-        target = path / file.name
-        if file.name not in written and file.is_file():
-            try:
-                os.symlink(file.resolve(), target)
-            except FileExistsError:
-                continue
-            except OSError:
-                # No links on this file system. Another rank may be loading its copy, so a copy is never overwritten.
-                if target.exists():
-                    continue
-                with atomic_file(target) as part:
-                    shutil.copy2(file, part)
+    for name, values in written.items():
+        write_json(path / name, values)
+    for file in files:
+        _link_or_copy(file, path / file.name)
     return str(path)
+
+
+def _may_become(file: Path, target: Path) -> bool:
+    """Return whether a place is free for a file of the base, or holds a link to it or a copy of it."""
+    if not os.path.lexists(target):
+        return True
+    if target.is_symlink():
+        return target.resolve() == file.resolve()
+    # The content of weights is not read; a copy has the time of its original.
+    one, other = file.stat(), target.stat()
+    return one.st_size == other.st_size and abs(one.st_mtime - other.st_mtime) < 2
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        os.symlink(file.resolve(), target)
+    except FileExistsError:
+        return
+    except OSError:
+        # No links on this file system. Another rank may be loading its copy, so a copy is never overwritten.
+        if not target.exists():
+            with atomic_file(target) as part:
+                shutil.copy2(file, part)

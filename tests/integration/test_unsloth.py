@@ -20,7 +20,7 @@ from pose_plugin.rope import extend_context, inverse_frequencies
 from pose_plugin.training.checks import is_unsloth
 from pose_plugin.utils.errors import PoSEError
 from tests.forked import good_ranks
-from tests.models import make_llama, save
+from tests.models import edit, make_llama, save
 
 TARGET, WINDOW = 512, 64
 
@@ -94,6 +94,33 @@ def test_where_no_links_are_possible_a_copy_is_there_whole(base, tmp_path, monke
     folder = extended_base(base, tmp_path / "extended", target_length=TARGET)
     assert loaded.read_bytes() == weights.read_bytes()
     assert sorted(os.listdir(folder)) == sorted(os.listdir(base))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_weights_of_another_base_are_not_mixed_with_this_config(base, tmp_path, monkeypatch, links):
+    def refuse(*names):
+        raise PermissionError("no links on this file system")
+
+    if not links:
+        monkeypatch.setattr(os, "symlink", refuse)
+    folder = extended_base(base, tmp_path / "extended", target_length=TARGET)
+    before = Path(folder, "config.json").read_text()
+    other = save(make_llama(seed=1), tmp_path / "other")
+    os.utime(other / "model.safetensors", (0, 0))
+    with pytest.raises(PoSEError, match=r"folder=.* has the \S+ of another base"):
+        extended_base(other, folder, target_length=2 * TARGET)
+    assert Path(folder, "config.json").read_text() == before
+    # The same base for a shorter window, in place.
+    extended_base(base, folder, target_length=TARGET // 2)
+    limit = json.loads(Path(folder, "tokenizer_config.json").read_text())["model_max_length"]
+    assert limit == TARGET // 2
+
+
+def test_a_limit_that_was_raised_for_a_longer_target_is_put_back(base, tmp_path):
+    edit(base / "tokenizer_config.json", lambda values: values.update(model_max_length=TARGET // 2))
+    folder = extended_base(base, tmp_path / "extended", target_length=TARGET)
+    extended_base(base, folder, target_length=TARGET // 2)
+    assert json.loads(Path(folder, "tokenizer_config.json").read_text())["model_max_length"] == TARGET // 2
 
 
 @pytest.mark.parametrize("where", ["base", "other"])
