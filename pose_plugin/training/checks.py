@@ -5,6 +5,7 @@ Everything here would otherwise go wrong silently. Nothing heavy is imported, as
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,8 +14,9 @@ from pose_plugin.checkpoints import read_record
 from pose_plugin.checkpoints.merge import trains_embeddings_apart
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import make_sampler
-from pose_plugin.rope.read import RECORD_KEY, lookup, original_length, text_config
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.rope.read import FULL, RECORD_KEY, lookup, original_length, text_config
+from pose_plugin.rope.stretch import KINDS
+from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.log import log
 
 # LongLoRA (arXiv 2309.12307) stretched Llama 2 by 8: LoRA alone stayed behind full training at every rank, LoRA with
@@ -177,28 +179,55 @@ def require_same_rope(config: Any, settings: PoSESettings) -> None:
     Raises:
         PoSEError: they differ; a collator's settings change no model.
     """
-    built = (getattr(config.get_text_config(), RECORD_KEY, None) or {}).get("rope")
-    asked = settings.rope.type
-    if "rope" in settings.model_fields_set and built and asked not in (built, "auto", "none"):
+    asked = settings.rope
+    if "rope" not in settings.model_fields_set or asked.type == "none":
+        return
+    record = lookup(text_config(config), RECORD_KEY) or {}
+    live = {**_live_rope(config), "original_length": record.get("original_length")}
+    # A model that was built by hand has no record.
+    built, wanted = record.get("rope") or live.get("rope_type"), KINDS[asked.type].record or asked.type
+    by_hand = not record and asked.type == "base" and built == "default"
+    differ = [] if wanted == built or by_hand else [("", asked.type, built)]
+    for name in sorted(asked.model_fields_set - {"type"}):
+        value, found = getattr(asked, name), live.get("rope_theta" if name == "theta" else name)
+        # Some kinds are written in a form that does not name each setting, e.g. as a list.
+        if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-6):
+            differ.append((f".{name}", value, found))
+    for name, value, found in differ:
         raise PoSEError(
-            f"rope={asked}, but the model was built with rope={built}, and the collator changes no frequencies. Build "
-            f"the model from extend_context(config, target_length={settings.target_length}, rope={asked!r}), or remove "
-            "rope from the collator"
+            f"rope{name}={value}, but the model was built with rope{name}={found}, and the collator changes no "
+            f"frequencies. Build the model from extend_context(config, target_length={settings.target_length}, rope="
+            f"{asked.model_dump(exclude_unset=True)}), or remove rope from the collator"
         )
 
 
-def warn_of_other_settings(checkpoint: str, settings: PoSESettings) -> None:
-    """Log which settings differ between a checkpoint and the run that resumes it."""
+def _live_rope(config: Any) -> dict[str, Any]:
+    """Return the flat rope dict of the layers that see far."""
+    parameters = lookup(text_config(config), "rope_parameters") or {}
+    return dict(parameters.get(FULL, parameters))
+
+
+def warn_of_other_settings(checkpoint: str, settings: PoSESettings, config: Any) -> None:
+    """Log which settings differ between a checkpoint and the run that resumes it.
+
+    Args:
+        checkpoint: its folder.
+        settings: of the run.
+        config: of the run's model.
+    """
     before = read_record(checkpoint)
     now = settings.model_dump(mode="json")
-    # The rope of a checkpoint is the model's: `require_same_rope` compares it.
+    # The rope is the model's, which the settings need not name.
     names = [key for key in now if key not in ("rope", "self_test") and before.get(key, now[key]) != now[key]]
-    if names:
-        log.warning(
-            "resuming %s with other settings than it was trained with: %s",
-            checkpoint,
-            ", ".join(f"{key}={before[key]} → {now[key]}" for key in names),
-        )
+    changes = [f"{key}={before[key]} → {now[key]}" for key in names]
+    parameters = (before.get("model") or {}).get("rope_parameters") or {}
+    old, new = parameters.get(FULL, parameters), _live_rope(config)
+    # A checkpoint has the weights only: its frequencies are not loaded.
+    for key in sorted(old.keys() | new.keys()) if old else ():
+        if old.get(key) != new.get(key):
+            changes.append(f"rope_parameters.{key}={shown(old.get(key))} → {shown(new.get(key))}")
+    if changes:
+        log.warning("resuming %s with other settings than it was trained with: %s", checkpoint, ", ".join(changes))
 
 
 # Frozen weights: under an adapter, or by a setting such as Axolotl's unfrozen_parameters.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +16,11 @@ from pose_plugin.training.checks import (
     frozen_parts,
     refuse_settings,
     require_rows_fit,
+    require_same_rope,
     require_supervised,
     require_undivided,
     require_unsloth_fits,
+    warn_of_other_settings,
     warning_of_frozen_parts,
     warning_of_tied_embeddings,
 )
@@ -219,3 +223,74 @@ def test_text_behind_the_window_that_would_be_dropped_is_logged(caplog):
         assert rows_of(caplog=caplog, **quiet) == ""
     text = rows_of(8192, caplog)
     assert "max_length=8192" in text and "train_length=2048" in text
+
+
+# -- the rope that a collator names --------------------------------------------------------------------------------
+
+THETA = {"type": "base", "theta": 2e6}
+BY_HAND = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def built(rope=None, parameters=None):
+    """A config of extend_context, or one that somebody wrote by hand."""
+    config = make_llama(max_position_embeddings=512 if rope is None else 64).config
+    if parameters:
+        config.rope_parameters = parameters
+    return config if rope is None else extend_context(config, 512, rope)
+
+
+@pytest.mark.parametrize(
+    ("config", "rope", "words"),
+    [
+        (built("yarn"), "linear", "rope=linear, but the model was built with rope=yarn"),
+        (built("yarn"), "auto", "rope=auto, but the model was built with rope=yarn"),
+        (
+            built(THETA),
+            {**THETA, "theta": 3e6},
+            "rope.theta=3000000.0, but the model was built with rope.theta=2000000",
+        ),
+        (built("yarn"), {"type": "yarn", "factor": 16}, "rope.factor=16.0, but the model was built with rope.factor=8"),
+        (built("yarn"), {"type": "yarn", "beta_fast": 64}, "rope.beta_fast=64.0, but"),
+        (built("yarn"), {"type": "yarn", "original_length": 32}, "rope.original_length=32, but"),
+        # Nobody extended it: the collator's rope would be ignored.
+        (built(), "yarn", "rope=yarn, but the model was built with rope=default"),
+        (built(), "auto", "rope=auto, but the model was built with rope=default"),
+        (built(), THETA, "rope.theta=2000000.0, but the model was built with rope.theta=10000"),
+        (built(parameters=BY_HAND), {"type": "yarn", "factor": 4}, "rope.factor=4.0, but"),
+    ],
+)
+def test_a_rope_that_the_model_does_not_have(config, rope, words):
+    with pytest.raises(PoSEError, match=words) as error:
+        require_same_rope(config, parse_settings({"target_length": 512, "rope": rope}))
+    assert "extend_context(config, target_length=512, rope={'type': " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "rope"),
+    [
+        (built("yarn"), {"type": "yarn", "factor": 8, "beta_fast": 32, "original_length": 64}),
+        (built("yarn-revised"), {"type": "yarn-revised", "factor": 8, "beta_slow": 1}),
+        (built(THETA), THETA),
+        (built("auto"), "auto"),
+        (built("llama3"), {"type": "llama3", "low_freq_factor": 1}),
+        (built("yarn"), "none"),
+        (built(), "none"),
+        (built(parameters=BY_HAND), "yarn"),
+        (built(parameters={"rope_type": "default", "rope_theta": 2e6}), THETA),
+    ],
+)
+def test_a_rope_that_the_model_has(config, rope):
+    require_same_rope(config, parse_settings({"target_length": 512, "rope": rope}))
+    require_same_rope(config, parse_settings({"target_length": 512}))
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"), [("yarn", ""), ("linear", "rope_parameters.rope_type='yarn' → 'linear'")], ids=["same", "other"]
+)
+def test_resuming_with_another_rope_is_told(tmp_path, caplog, rope, told):
+    """A checkpoint holds weights only, so its frequencies are not loaded."""
+    record = {"target_length": 512, "model": {"rope_parameters": dict(built("yarn").rope_parameters)}}
+    (tmp_path / "pose.json").write_text(json.dumps(record))
+    caplog.set_level(logging.WARNING)
+    warn_of_other_settings(str(tmp_path), parse_settings({"target_length": 512}), built(rope))
+    assert told in caplog.text and bool(caplog.text) == bool(told)
