@@ -12,6 +12,9 @@ from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.rope import legacy_copies
 from pose_plugin.utils.errors import PoSEError
 
+# Starts of LoRA that PEFT subtracts from the base's weights, also when it loads the adapter. Engines do not.
+_OFF_THE_BASE = ("pissa", "olora", "corda")
+
 
 @dataclass
 class Export:
@@ -75,7 +78,16 @@ def needs_merging(saved: Saved) -> str | None:
         return f"the adapter has modules_to_save={saved.adapter.modules_to_save}, which engines do not load"
     if saved.adapter is not None and saved.adapter.use_dora:
         return "the adapter has use_dora=true, and engines load no DoRA adapters"
+    start = saved.adapter.init_lora_weights if saved.adapter is not None else None
+    if isinstance(start, str) and start.startswith(_OFF_THE_BASE):
+        return f"the adapter has init_lora_weights={start}, which takes a part out of the base's weights"
     return None
+
+
+def revision(saved: Saved) -> str:
+    """Return the option that names the revision of an adapter's base on the hub, "" without one."""
+    found = saved.base.revision if saved.base is not None else None
+    return f" --revision {shlex.quote(found)}" if found else ""
 
 
 def require_older_form(saved: Saved, engine: str) -> None:

@@ -41,7 +41,7 @@ def export(saved: Saved) -> Export:
         saved,
         full=lambda folder: f"{start} {folder} {limit}{passed(False)}",
         lora=lambda base: (
-            f"{start} {base} --enable-lora --lora-paths {common.lora_named(saved)} "
+            f"{start} {base}{common.revision(saved)} --enable-lora --lora-paths {common.lora_named(saved)} "
             f"--tokenizer-path {common.quoted(saved)} {limit}{passed(True)}"
         ),
         notes=notes,

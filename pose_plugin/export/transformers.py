@@ -16,11 +16,12 @@ def export(saved: Saved) -> Export:
             f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
         ]
     else:
+        revision = f"revision={saved.base.revision!r}, " if saved.base.revision else ""
         lines = [
             "from peft import PeftModel",
             "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
             f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's: the base's lacks the extension",
-            f'base = AutoModelForCausalLM.from_pretrained({saved.base_name!r}, config=config, dtype="auto")',
+            f'base = AutoModelForCausalLM.from_pretrained({saved.base_name!r}, {revision}config=config, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {folder!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
         ]

@@ -62,8 +62,8 @@ def export(saved: Saved) -> Export:
         saved,
         full=lambda folder: f"vllm serve {folder} {limit}{passed(False)}",
         lora=lambda base: (
-            f"vllm serve {base} --enable-lora --lora-modules {common.lora_named(saved)} --max-lora-rank "
-            f"{_rank(saved)} --tokenizer {common.quoted(saved)} {limit}{passed(True)}"
+            f"vllm serve {base}{common.revision(saved)} --enable-lora --lora-modules {common.lora_named(saved)} "
+            f"--max-lora-rank {_rank(saved)} --tokenizer {common.quoted(saved)} {limit}{passed(True)}"
         ),
         notes=list(dict.fromkeys(notes)),
     )
@@ -71,5 +71,6 @@ def export(saved: Saved) -> Export:
 
 def _rank(saved: Saved) -> int:
     # vLLM accepts these ranks only.
-    rank = (saved.adapter.r if saved.adapter else None) or 16
+    ranks = [saved.adapter.r, *(saved.adapter.rank_pattern or {}).values()] if saved.adapter else []
+    rank = max((each for each in ranks if each), default=16)
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

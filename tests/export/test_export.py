@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pose_plugin.checkpoints import check, reload_worker
 from pose_plugin.checkpoints.saved import read_saved
@@ -18,7 +20,7 @@ from pose_plugin.export import ENGINES, exporter
 from pose_plugin.export.engines import rules_of, taken
 from pose_plugin.utils.errors import PoSEError
 from tests.export import engine_rules
-from tests.models import ROPES, TARGET, edit, save_adapter, save_full
+from tests.models import ROPES, TARGET, edit, extended, finish, save, save_adapter, save_full
 
 pytest.importorskip("peft")
 
@@ -154,6 +156,35 @@ def test_adapters_with_whole_modules_are_merged_first(home):
         first, second, *rest = exporter(engine)(read_saved(home / "whole adapter")).lines
         assert "merge_and_unload" in first and "--repair" in second
         assert "whole adapter/merged" in rest[0]
+
+
+def test_adapters_that_start_from_a_part_of_the_base_are_merged_first(home, tmp_path):
+    """PEFT takes the part out of the base's weights. An engine would add it to the whole ones."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(home / "base")
+    whole = plain.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    model = get_peft_model(plain, config)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert not torch.allclose(layer.base_layer.weight, whole, atol=1e-3), "what an engine loads is the whole weight"
+    save(model, tmp_path / "adapter")
+    finish(tmp_path / "adapter", extended(home / "base", "yarn"), "yarn")
+    for engine in ("vllm", "sglang"):
+        made = exporter(engine)(read_saved(tmp_path / "adapter"))
+        assert "merge_and_unload" in made.lines[0] and "init_lora_weights=pissa" in made.notes[-1]
+
+
+def test_the_base_s_revision_and_the_largest_rank_are_passed(home, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(home / "yarn adapter", folder)
+    edit(folder / "adapter_config.json", lambda values: values.update(
+        base_model_name_or_path="some/base", revision="v1.5", rank_pattern={"q_proj": 48}))  # fmt: skip
+    for engine in ("vllm", "sglang"):
+        assert options(exporter(engine)(read_saved(folder)).lines[0])["--revision"] == "v1.5"
+    assert options(exporter("vllm")(read_saved(folder)).lines[0])["--max-lora-rank"] == "64"
+    assert "'some/base', revision='v1.5', config" in "\n".join(exporter("transformers")(read_saved(folder)).lines)
 
 
 def test_merge_lines_are_what_they_say(home, tmp_path, monkeypatch):
