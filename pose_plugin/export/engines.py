@@ -20,6 +20,9 @@ _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", 
 _NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
 _YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"})
 
+# What engines compute with that do not read these keys.
+_USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
 
 class EngineStopsError(PoSEError):
     """An engine cannot load a folder.
@@ -227,6 +230,19 @@ def require_kind(engine: str, saved: Saved) -> None:
             f"{engine} {rule.versions} {served}: rope_type={saved.kind}. Train with one of {known}, or serve with "
             "vLLM, SGLang or transformers"
         )
+
+
+def ignored_keys(engine: str, saved: Saved) -> list[str]:
+    """Return a sentence for each key of yarn that changes a folder's frequencies and that an engine does not read."""
+    if saved.kind != "yarn":
+        return []
+    return [
+        f"{engine} {rule.versions} ignores {key}={saved.rope[key]} and computes with {usual}, so some pairs turn at "
+        "another speed than in training: serve it with transformers, vLLM or SGLang"
+        for rule in rules_of(engine)
+        for key, usual in _USUAL_YARN.items()
+        if key not in rule.yarn_keys and saved.rope.get(key) not in (None, usual)
+    ]
 
 
 def taken(rule: Rule, saved: Saved) -> Taken:

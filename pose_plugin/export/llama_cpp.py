@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path
-from pose_plugin.export.engines import require_kind
+from pose_plugin.export.engines import ignored_keys, require_kind
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import atomic_file
 
@@ -43,6 +43,7 @@ def export(saved: Saved) -> Export:
             f"llama.cpp computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
             f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
         )
+    notes += ignored_keys("llama.cpp", saved)
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = merged_path(saved) if saved.base else str(saved.shown)
     file = gguf_file(saved)

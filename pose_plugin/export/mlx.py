@@ -6,7 +6,7 @@ import shlex
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path
-from pose_plugin.export.engines import require_kind
+from pose_plugin.export.engines import ignored_keys, require_kind
 
 
 def export(saved: Saved) -> Export:
@@ -22,6 +22,7 @@ def export(saved: Saved) -> Export:
             f"MLX computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
             "its logits will differ from the trained model's"
         )
+    notes += ignored_keys("mlx", saved)
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = merged_path(saved) if saved.base else str(saved.shown)
     return Export([*lines, f"mlx_lm.server --model {shlex.quote(folder)}"], notes)

@@ -6,7 +6,7 @@ import shlex
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export.common import Export, merge_lines, merged_path, quoted
-from pose_plugin.export.engines import require_kind
+from pose_plugin.export.engines import ignored_keys, require_kind
 
 
 def export(saved: Saved) -> Export:
@@ -24,6 +24,7 @@ def export(saved: Saved) -> Export:
             f"TGI computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
             "its logits will differ from the trained model's"
         )
+    notes += ignored_keys("tgi", saved)
     if not saved.older:
         notes.append(
             "TGI runs on transformers 4, which cannot load a tokenizer that transformers 5 saved: use the folder "

@@ -198,6 +198,29 @@ def test_merge_lines_are_what_they_say(home, tmp_path, monkeypatch):
     assert main(shlex.split(second)[1:]) == 0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "ignoring"),
+    [
+        ("beta_fast", 64.0, {"tgi"}),
+        ("beta_slow", 2.0, {"tgi"}),
+        ("truncate", False, {"tgi", "llama.cpp", "ollama", "mlx"}),
+    ],
+)
+def test_keys_that_an_engine_ignores_are_named(home, tmp_path, key, value, ignoring):
+    folder = tmp_path / "model"
+    shutil.copytree(home / "yarn", folder)
+    saved = read_saved(folder)
+    assert not any("another speed" in note for engine in ENGINES for note in exporter(engine)(saved).notes)
+
+    def change(values):
+        for form in ("rope_parameters", "rope_scaling"):
+            values[form][key] = value
+
+    saved = edited(folder, change)
+    told = {name for name in ENGINES for note in exporter(name)(saved).notes if f"ignores {key}={value}" in note}
+    assert told == ignoring
+
+
 @pytest.mark.parametrize("name", ["yarn", "yarn adapter"])
 def test_transformers_lines_run(home, name):
     names: dict[str, Any] = {}
