@@ -23,6 +23,7 @@ def complete_folder(
     *,
     facts: Mapping[str, Any] | None = None,
     probe: Mapping[str, Any] | None = None,
+    stored_quantised: bool = False,
 ) -> None:
     """Add to saved weights what frameworks leave out; all files are replaced together.
 
@@ -39,14 +40,15 @@ def complete_folder(
         tokenizer: False leaves the tokenizer's files alone.
         facts: more for the record, see record.py.
         probe: see `take_probe`; without one, the probe of an earlier save is removed.
+        stored_quantised: whether the files of an adapter's base hold quantised weights.
     """
     path = Path(folder)
     adapter = is_adapter(path)
     if not adapter and not (path / "config.json").exists():
         return
     values = json.loads(config.to_json_string()) if adapter else read_json(path / "config.json")
-    if adapter:
-        # A base that was loaded in 4 bits for training may serve in bf16.
+    if adapter and not stored_quantised:
+        # A base that was loaded in 4 bits for training may serve in bf16. Weights that are stored so cannot.
         values.pop("quantization_config", None)
     for_older_readers(values)
     raise_config(text_part(values), settings.target_length)

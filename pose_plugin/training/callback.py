@@ -91,7 +91,10 @@ class PoSECallback(TrainerCallback):
         if trainer.is_fsdp_enabled:
             save_config_with_shards(model.config, Path(folder))
         limit = known_limit(trainer, settings.target_length)
-        complete_folder(folder, model.config, settings, limit is None, facts=facts, probe=self.answered)
+        stored = bool(getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False))
+        complete_folder(
+            folder, model.config, settings, limit is None, facts=facts, probe=self.answered, stored_quantised=stored
+        )
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
             resumable(Path(folder) / "config.json")
         else:

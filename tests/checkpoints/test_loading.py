@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("peft")
 
-from pose_plugin import PoSEError, RopeMismatchError, load_extended
+from pose_plugin import PoSECollator, PoSEError, RopeMismatchError, extend_context, load_extended
 from pose_plugin.checkpoints.load import require_extension
 from pose_plugin.checkpoints.probe import read_probe, take_probe
 from tests.forked import forked
-from tests.models import TARGET, save_adapter, save_full
+from tests.models import TARGET, make_llama, make_tokenizer, save, save_adapter, save_full
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,24 @@ def test_a_base_that_has_moved(home, tmp_path):
     shutil.copytree(home / "base", tmp_path / "elsewhere")
     model = load_extended(tmp_path / "adapter", base=str(tmp_path / "elsewhere"))
     np.testing.assert_allclose(take_probe(model, TARGET)["logits"], read_probe(home / "adapter")["logits"], atol=1e-5)
+
+
+def test_a_base_whose_files_are_quantised(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+    make_llama(initializer_range=0.3, hidden_size=64).save_pretrained(tmp_path / "whole")
+    halved = BitsAndBytesConfig(load_in_4bit=True)
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=halved), tmp_path / "base")
+    config = extend_context(AutoConfig.from_pretrained(tmp_path / "base"), TARGET)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[])
+    collator = PoSECollator(make_tokenizer(), target_length=TARGET)
+    Trainer(model, args, train_dataset=[{"input_ids": [3, 4]}], data_collator=collator).save_model()
+    loaded = take_probe(load_extended(tmp_path / "out"), TARGET)
+    np.testing.assert_allclose(loaded["logits"], read_probe(tmp_path / "out")["logits"], atol=1e-4)
 
 
 def test_a_base_of_a_full_model_is_refused(home):
