@@ -128,8 +128,8 @@ def one_document(feature: Feature) -> Feature:
     """Return a document without the padding that it got when it was tokenised, which would be trained as text.
 
     Raises:
-        PoSEError: columns of different lengths, several documents (a numbered mask or restarting position_ids), or
-            tokens that the mask hides in the middle.
+        PoSEError: columns of different lengths, several documents (a numbered mask or restarting position_ids),
+            position_ids with jumps of their own, or tokens that the mask hides in the middle.
     """
     size = len(feature.get("input_ids", ()))
     # Masks of the loss are not read next to labels. TRL shortens only the labels.
@@ -149,8 +149,14 @@ def one_document(feature: Feature) -> Feature:
     found = (
         f"an attention_mask that numbers {np.max(mask)} documents" if mask is not None and np.max(mask) > 1 else None
     )
-    if _per_token(positions, size) and bool((np.diff(np.asarray(positions)[~hidden]) < 1).any()):
+    steps = np.diff(np.asarray(positions)[~hidden]) if _per_token(positions, size) else np.ones(1)
+    if (steps < 1).any():
         found = "position_ids that restart in the middle"
+    elif (steps > 1).any():
+        raise PoSEError(
+            f"a sample of {size} tokens has position_ids with jumps, which would be replaced by those that this "
+            "package draws. Remove the column"
+        )
     if found:
         raise PoSEError(
             f"a sample of {size} tokens has {found}: packed documents would be trained as one. Give "

@@ -762,6 +762,11 @@ def test_a_column_of_positions_of_one_document():
     assert collator().assemble(features, fixed(W4))["position_ids"].tolist() == [[0, 1, 2, 7]]
 
 
+def test_jumps_that_the_data_has_already_are_not_replaced_silently():
+    with pytest.raises(PoSEError, match=r"position_ids with jumps.* Remove the column"):
+        collator()(rows(SIX, position_ids=[0, 1, 2, 90, 91, 92]))
+
+
 def test_packed_rows_without_a_trainer_set_up_for_them():
     feature = {"input_ids": SIX + THREE, "labels": SIX + THREE, "seq_lengths": [6, 3]}
     bound = collator(trl_language_modeling(padding_free=True))
