@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,13 @@ class PoSECollator(PositionCollator):
         given = checked(parse_settings(whole, where="PoSECollator"), where="PoSECollator")
         super().__init__(collate, given, padding_side=side)
         self.target_from_model = "target_length" not in settings
-        wrap_while_alive(self, _wrappers())
+        wrap_while_alive(self, _wrappers(importlib.util.find_spec("trl") is not None))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, which also needs its trainer: a copied or unpickled collator is not constructed."""
+        self.__dict__.update(state)
+        # A data loader's worker must not import TRL.
+        wrap_while_alive(self, _wrappers("trl" in sys.modules))
 
     @property
     def tokenizer(self) -> Any:
@@ -129,13 +136,13 @@ def _is_array(value: Any) -> bool:
     return found.ndim > 0 and found.dtype.kind in "biuf"
 
 
-def _wrappers() -> dict[tuple[type, str], Around]:
+def _wrappers(with_trl: bool) -> dict[tuple[type, str], Around]:
     """A trainer takes no hint but the collator itself, so the constructors of trainers are wrapped.
 
     `train` is wrapped for a collator that is set later: `trainer.data_collator = PoSECollator(…)`.
     """
     wrappers: dict[tuple[type, str], Around] = {(Trainer, "__init__"): _bind_after, (Trainer, "train"): _bind_before}
-    if importlib.util.find_spec("trl") is not None:
+    if with_trl:
         from trl import SFTTrainer
 
         wrappers[SFTTrainer, "__init__"] = _bind_around

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import logging
+import pickle
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,22 @@ def trainer_of(folder, kind=Trainer, collator=None, rows=None, **arguments):
 @pytest.fixture
 def collator():
     return PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_collator_is_bound_as_well(tmp_path, copied):
+    """Also when the first one is gone, e.g. in another process."""
+    gc.collect()
+    original = Trainer.__init__
+    collator = copied(PoSECollator(make_tokenizer(), target_length=TARGET, train_length=32))
+    gc.collect()
+    trainer = trainer_of(tmp_path, collator=collator)
+    assert trainer.data_collator is collator and trainer.pose_callback.collator is collator
+    del collator, trainer
+    gc.collect()
+    assert Trainer.__init__ is original
 
 
 @pytest.mark.parametrize("target", [TARGET // 2, TARGET * 2])
