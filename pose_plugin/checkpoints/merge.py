@@ -113,6 +113,6 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
             for pattern in _TOKENIZER:
                 for file in sorted(source.path.glob(pattern)):
                     stage.copy(file, file.name)
-        raise_limits(stage, int(record["target_length"]))
+        raise_limits(stage, text.get("max_position_embeddings") or int(record["target_length"]))
         stage_probe(stage, read_probe(adapter))
         stage.write_json(RECORD, record | {"merged": True})

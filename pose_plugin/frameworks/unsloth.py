@@ -14,7 +14,7 @@ from typing import Any
 
 from pose_plugin.checkpoints.lengths import LIMITING, raised_limits
 from pose_plugin.rope import extend_context
-from pose_plugin.rope.read import RECORD_KEY
+from pose_plugin.rope.read import RECORD_KEY, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import atomic_file, read_json, write_json
 
@@ -55,7 +55,8 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         raise PoSEError(f"folder={str(path)!r} is not empty. Name a new or an empty folder")
     # Also those that keep their limits: an earlier call may have raised them to another target.
     limits = {name: read_json(source / name) for name in LIMITING if (source / name).is_file()}
-    written = {"config.json": extended, **limits, **dict(raised_limits(source.joinpath, target_length))}
+    window = text_config(extended)["max_position_embeddings"]
+    written = {"config.json": extended, **limits, **dict(raised_limits(source.joinpath, window))}
     files = [file for file in source.iterdir() if file.is_file() and file.name not in written]
     if foreign := [file.name for file in files if not _may_become(file, path / file.name)]:
         raise PoSEError(

@@ -18,6 +18,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.features import Packing
 from pose_plugin.positions import make_sampler, sketch
 from pose_plugin.rope import base_findings, restore_rope, verify_rope
+from pose_plugin.rope.read import text_config
 from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
     is_unsloth,
@@ -125,7 +126,8 @@ class PoSECallback(TrainerCallback):
         tokenizer = self.trainer.processing_class
         limit = getattr(tokenizer, "model_max_length", settings.target_length)
         if limit < settings.target_length or limit >= NO_LIMIT:
-            tokenizer.model_max_length = settings.target_length  # type: ignore[union-attr]
+            # The window may be longer than the target, and engines take the smaller of the two.
+            tokenizer.model_max_length = text_config(model.config).max_position_embeddings  # type: ignore[union-attr]
         if state.is_world_process_zero:
             for warning in rows.warnings(settings) if rows is not None else ():
                 log.warning(warning)

@@ -20,7 +20,7 @@ from pose_plugin.export import ENGINES, exporter
 from pose_plugin.export.engines import rules_of, taken
 from pose_plugin.utils.errors import PoSEError
 from tests.export import engine_rules
-from tests.models import ROPES, TARGET, edit, extended, finish, save, save_adapter, save_full
+from tests.models import ROPES, TARGET, edit, extended, finish, save, save_adapter, save_base, save_full
 
 pytest.importorskip("peft")
 
@@ -130,6 +130,15 @@ def test_a_rope_nested_by_layer_type_is_passed_complete(tmp_path):
     passed = json.loads(options(line)["--hf-overrides"])["rope_parameters"]
     assert passed["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert passed["full_attention"]["long_mscale"] == passed["full_attention"]["attention_factor"]
+
+
+def test_a_window_that_is_longer_than_the_target(tmp_path):
+    """`rope: none` keeps it. A limit at the target would keep vLLM below it."""
+    save_base(tmp_path / "base", max_position_embeddings=2 * TARGET)
+    save_full(tmp_path / "model", "none")
+    saved = read_saved(tmp_path / "model")
+    assert (saved.target, saved.maximum, saved.tokenizer_maximum) == (TARGET, 2 * TARGET, 2 * TARGET)
+    assert options(exporter("vllm")(saved).lines[0])["--max-model-len"] == str(2 * TARGET)
 
 
 def test_a_lost_tokenizer_limit_is_refused(home, tmp_path):
