@@ -15,15 +15,15 @@ def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="output folder of a run: a model, an adapter, a checkpoint or a merged model")
     add("--base", metavar="PATH", help="where an adapter's base is, if not where adapter_config.json says")
-    add("--like", metavar="FOLDER", help="take record and probe from this folder, e.g. the adapter of a merged model")
+    add("--like", metavar="FOLDER", help="compare with the record and probe of this folder, e.g. the merged adapter's")
     add("--device", default="cpu", help="cpu (default), cuda, …")
-    add("--dtype", help="load in this type instead of the trained one, e.g. bfloat16")
+    add("--dtype", help="load in this dtype instead of the trained one, e.g. bfloat16")
     add("--trust-remote-code", action="store_true", help="allow the folder's own modelling code to run")
     add("--python", metavar="PATH", help="reload with the interpreter of another environment, e.g. with transformers 4")
     add(
         "--repair",
         action="store_true",
-        help="with --like: first copy the adapter's rope and record into a merged model",
+        help="with --like: first copy the adapter's rope, limits and record into a merged model",
     )
     add("--json", action="store_true", help="print the findings as JSON")
     return _check
@@ -38,7 +38,7 @@ def _check(args: argparse.Namespace) -> int:
         from pose_plugin.export.card import require_readable_card, write_card
 
         if args.like is None:
-            raise PoSEError("--repair copies config, limit and record from another folder; name it with --like FOLDER")
+            raise PoSEError("--repair copies rope, limits and record from another folder; name it with --like FOLDER")
         # Before anything is written.
         require_readable_card(args.folder)
         complete_merged(args.folder, args.like)
@@ -66,12 +66,12 @@ def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace]
 
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="a saved model or adapter")
-    add("--engine", required=True, choices=list(ENGINES), help="what will serve it")
+    add("--engine", required=True, choices=list(ENGINES), help="the inference engine that will serve it")
     add("--output", metavar="PATH", help="where to write: the folder of --form 4, the file of --convert")
-    add("--form", choices=["4"], help="write a copy for readers of transformers 4 (weights are linked) to --output")
+    add("--form", choices=["4"], help="4: write a copy that transformers 4 can read to --output (weights are linked)")
     add("--convert", action="store_true", help="llama.cpp, ollama: run llama.cpp's converter now")
     add("--llama-cpp", metavar="DIR", help="folder of llama.cpp, if convert_hf_to_gguf.py is not on the PATH")
-    add("--outtype", help="for the converter: f32, f16, bf16, q8_0, …")
+    add("--outtype", help="with --convert: number type of the GGUF file: f32, f16, bf16, q8_0, …")
     return _export
 
 
@@ -125,7 +125,7 @@ def _require_used(args: argparse.Namespace) -> None:
         PoSEError: naming the one that has none.
     """
     if args.convert and args.engine not in ("llama.cpp", "ollama"):
-        raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read")
+        raise PoSEError(f"--convert makes a GGUF file, which --engine {args.engine} does not read; leave --convert out")
     if args.form and args.output is None:
         raise PoSEError("--form 4 writes a folder; name it with --output FOLDER")
     if args.output is not None and not args.form and not args.convert:
@@ -164,7 +164,9 @@ def _problems(folder: str) -> list[str]:
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the options of `pose-plugin card`, which writes the model card."""
     parser.add_argument("folder", metavar="FOLDER", help="a saved model or adapter")
-    parser.add_argument("--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: one in FOLDER")
+    parser.add_argument(
+        "--evaluation", metavar="DIR", help="output of `pose-plugin evaluate`; default: the newest inside FOLDER"
+    )
     return _card
 
 

@@ -46,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--target-length", type=partial(parse_length, least=2), required=True, help="L_t, the target window in tokens")
     add("--train-length", type=parse_length, required=True, help="L_c, the trained window (Axolotl: sequence_len)")
     add("--sampler", default="pose", choices=SAMPLERS, metavar="NAME", help=f"{', '.join(SAMPLERS)} (default pose)")
-    add("--chunks", type=count, default=2, help="N, the chunks of a window (default 2)")
+    add("--chunks", type=count, default=2, help="N, the number of chunks of a window (default 2)")
     add("--variant", default="paper", choices=("paper", "reference"), help="reference: first chunk at most half a "
         "window (default paper)")  # fmt: skip
     add("--unskipped-ratio", type=share, default=0.0, help="share of rows that keep plain positions (default 0)")
-    add("--target-margin", type=partial(parse_length, least=0), default=0, help="sample up to the target + margin "
-        "(default 0)")  # fmt: skip
+    add("--target-margin", type=partial(parse_length, least=0), default=0, help="draw positions up to the "
+        "target + margin (default 0)")  # fmt: skip
     add("--compare", metavar="LIST", default="", help="more samplers, separated by commas; :N sets their chunks, "
         "e.g. pose:3,clamped,randpos")  # fmt: skip
     add("--every", type=parse_length, metavar="TOKENS", help=f"{', '.join(bordered)}: tokens from one border of the "
-        "simulated rows to the next (default: as in usual text)")  # fmt: skip
+        "simulated rows to the next (default: turns: an eighth of the window, sentences: 25)")  # fmt: skip
     add("--rows", type=count, help="rows of the training run: also print how many of them hold each distance")
     add("--distances", type=parse_lengths, help="tokens, separated by commas (default: some up to the target)")
     add(
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         type=partial(count, most=MOST_DRAWS),
         help=f"simulated rows (default {_DRAWS}, fewer with many chunks)",
     )
-    add("--seed", type=partial(count, least=0), default=0, help="of the simulation (default 0)")
+    add("--seed", type=partial(count, least=0), default=0, help="random seed of the simulation (default 0)")
     add("--output", metavar="FILE", help="the figure, .png, .svg or .pdf; a .csv is written next to it")
     add("--no-figures", action="store_true", help="write only the .csv, which needs no matplotlib")
     return run

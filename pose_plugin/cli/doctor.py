@@ -31,8 +31,8 @@ examples:
 """
 # Options of a running server. Without --url they have no effect.
 SERVER: dict[str, dict[str, Any]] = {
-    "--like": {"metavar": "FOLDER", "help": "the folder that it serves, with weights: tells an ignored scaling from a "
-               "weak model"},
+    "--like": {"metavar": "FOLDER", "help": "the folder that it serves, with weights: shows whether the server "
+               "ignores the scaling or the model is weak"},
     "--model": {"help": "the model's name there (default: the only one)"},
     "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
     "--lengths": {"help": "prompts with a hidden number, in tokens, separated by commas: 16k,32k (default: inside the "
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         "adapter_config.json says)",
     )
     add("--json", action="store_true", help="print one JSON object per folder instead of text")
-    add("--mend", metavar="OUTPUT", help="write a copy of the folder with every certain repair")
+    add("--mend", metavar="OUTPUT", help="write a copy of the folder with every repair that is certain to be right")
     server = parser.add_argument_group("a running server")
-    server.add_argument("--url", help="an OpenAI-compatible server, up to and with /v1")
+    server.add_argument("--url", help="address of an OpenAI-compatible server, with /v1 at the end")
     for flag, settings in SERVER.items():
         server.add_argument(flag, **settings)
     return run
@@ -79,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.url:
         if args.folders or args.mend:
-            raise PoSEError("--url asks a server; name the folder that it serves with --like, or leave --url out")
+            raise PoSEError(
+                "--url checks a server, so FOLDER and --mend have no effect; name the folder that it serves with "
+                "--like, or leave --url out"
+            )
         require_option(args, "--like", ["--compare", "--base"], "give the folder that the server serves")
         return _ask(args)
     require_option(args, "--url", SERVER, ADDRESS)

@@ -50,19 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("models", nargs="*", default=[], metavar="MODEL", help="folder of a model or of a PEFT adapter, or a hub name")
     add("--lengths", help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes; default: an eighth of the "
         "target window, doubled up to twice the target, as far as they fit in memory")  # fmt: skip
-    add("--tasks", help=f"of {', '.join(by_task())}, or all; default: {default}, as far as there are --texts")
+    add("--tasks", help=f"any of {', '.join(by_task())}, or all; default: {default} (without --texts only those that "
+        "need none)")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
     add("--texts", nargs="+", default=[], metavar="FILE", help=f"documents for {with_texts()}; UTF-8")
-    add("--label", action="append", default=[], metavar="NAME=PATH", help="how a MODEL is called in tables")
+    add("--label", action="append", default=[], metavar="NAME=PATH", help="the name of a MODEL in tables")
     add("--extend", action="append", default=[], metavar="SETTINGS",
         help="also evaluate the first MODEL with its RoPE stretched and no training, e.g. "
         "target_length=2048,rope=linear")  # fmt: skip
     for name, option in options_of(MEASURES.values(), defaults=True).items():
         add(_flag(name), help=option.description)
-    add("--plan", action="store_true", help="only show how long it would take and how much memory")
-    add("--fresh", action="store_true", help="measure again what --output holds already")
-    add("--train-length", help="the trained window, to mark it; default: as recorded")
-    add("--target-length", help="the target window, to mark it; default: as recorded")
+    add("--plan", action="store_true", help="only show how long it would take and how much memory it would need")
+    add("--fresh", action="store_true", help="delete the results that --output holds, and measure again")
+    add(
+        "--train-length", help="the trained window in tokens, for figures and ranking; default: as the MODELs record it"
+    )
+    add("--target-length", help="the target window in tokens, for figures; default: as the MODELs record it")
     add("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
     add("--device", help="cuda, cpu, …; default: the accelerator if there is one")
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")

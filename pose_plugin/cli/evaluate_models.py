@@ -49,7 +49,7 @@ def names_of(labels: list[str], models: list[str]) -> dict[str, str]:
         if name in names.values():
             raise PoSEError(f"--label {label}: {name} is another model's name already; give each a different name")
         if path in names:
-            raise PoSEError(f"--label {label}: {path} is called {names[path]} already; give one name to a model")
+            raise PoSEError(f"--label {label}: {path} has the name {names[path]} already; give each model one name")
         names[path] = name
     return names
 

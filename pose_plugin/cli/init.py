@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--data", required=True, metavar="FILE", help="a JSONL file with text, messages, conversations, instruction or "
         "input_ids in each row")  # fmt: skip
     add("--framework", choices=tuple(_FILES), help="default: trl if --output ends in .py, else axolotl")
-    add("--gpus", type=int, choices=range(0, 1025), metavar="N", default=1, help="0 for a CPU (default 1)")
-    add("--gpu-memory", type=amount, metavar="GIB", default=24.0, help="of each GPU (default 24)")
-    add("--method", choices=("full", "lora", "qlora"), help="default: the first of full, lora, qlora that fits")
-    add("--train-length", type=parse_length, help="the trained window (default: the base's, at most 4096)")
+    add("--gpus", type=int, choices=range(0, 1025), metavar="N", default=1, help="how many; 0 for a CPU (default 1)")
+    add("--gpu-memory", type=amount, metavar="GIB", default=24.0, help="memory of each GPU in GiB (default 24)")
+    add("--method", choices=("full", "lora", "qlora"), help="default: the first whose estimated memory fits")
+    add("--train-length", type=parse_length, help="the trained window in tokens (default: the base's, at most 4096)")
     add("--base", metavar="FOLDER", help="a folder with the base's config.json, if the base is not on this machine")
-    add("--output", metavar="FILE", help="the YAML or the script (default config.yaml, with trl train.py)")
+    add("--output", metavar="FILE", help="the file to write (default config.yaml, for trl train.py)")
     return run
 
 

@@ -50,20 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--train-length", type=parse_length, help="the trained window in tokens")
     add("--rope", help="yarn, linear, ntk, llama3, auto, …, or base:2e8 (default yarn)")
     add("--sampler", choices=SAMPLERS, metavar="NAME", help=f"{', '.join(SAMPLERS)} (default pose)")
-    add("--method", choices=("full", "lora", "qlora", "8bit"), help="default full")
-    add("--lora-rank", type=count, help="default 16, on all linear maps")
-    add("--gpus", type=count, default=1, help="default 1")
-    add("--gpu-memory", type=amount, metavar="GIB", help="of each GPU; a run that does not fit gets a warning")
+    add("--method", choices=("full", "lora", "qlora", "8bit"), help="what is trained (default full: all weights)")
+    add("--lora-rank", type=count, help="rank of lora, qlora and 8bit, on all linear layers (default 16)")
+    add("--gpus", type=count, default=1, help="number of GPUs (default 1)")
+    add("--gpu-memory", type=amount, metavar="GIB", help="memory of each GPU; a run that does not fit gets a warning")
     add("--rows-of-gpu", type=count, help="rows of a batch on each GPU (default 1; not with a YAML)")
     add("--accumulate", type=count, help="batches per step (default 1; not with a YAML)")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; 3 also for FSDP (default 0; not with a YAML)")
     add("--checkpointing", action="store_true", default=None, help="gradient checkpointing (not with a YAML)")
-    add("--steps", type=count, help="of the training; default: those of the YAML, or from --rows")
+    add("--steps", type=count, help="steps of the training; default: those of the YAML, or from --rows")
     add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
-    add("--tokens-per-second", type=amount, metavar="N", help="that each GPU trains, for an estimate of the hours")
+    add("--tokens-per-second", type=amount, metavar="N", help="what each GPU trains, to estimate the hours")
     add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000, or up "
         "to 20000 for a large stretch)")  # fmt: skip
-    add("--output", metavar="FILE", help="draw a picture: .png, .svg or .pdf")
+    add("--output", metavar="FILE", help="write a figure: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the plan as JSON")
     return run
 
@@ -108,7 +108,8 @@ def _inputs(args: argparse.Namespace) -> Inputs:
     ours = {name: value for name in _IN_YAML if (value := getattr(args, name)) is not None}
     if args.config is not None:
         if ours:
-            raise PoSEError(f"{_option(next(iter(ours)))} cannot go with {args.config}, which sets it; change it there")
+            option = _option(next(iter(ours)))
+            raise PoSEError(f"{option} cannot be combined with {args.config}, which sets it; change it there")
         read = from_script if args.config.endswith(".py") else from_yaml
         return read(args.config, args.base, **given)
     missing = [_option(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]

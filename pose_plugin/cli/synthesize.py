@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--plan", action="store_true", help="only print how many requests and tokens a run takes and what it costs")
     add("--recipe", choices=RECIPES, help="take the options of a published recipe, unless they are given: "
         + "; ".join(f"{name} is {_line(values)}" for name, values in RECIPES.items()))  # fmt: skip
-    add("--accept-changes", action="store_true", help="resume a folder that was begun with other settings")
+    add("--accept-changes", action="store_true", help="resume a folder that was started with other settings")
     add("--quiet", action="store_true", help="no progress bar")
     add("inputs", nargs="+", metavar="PATH", help=Settings.model_fields["inputs"].description)
     for name, field in Settings.model_fields.items():

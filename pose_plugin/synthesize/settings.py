@@ -64,7 +64,7 @@ class Settings(BaseModel):
     inputs: tuple[Path, ...] = Field(description="files or folders: .txt, .md, .jsonl, .parquet")
     output: Path = Field(description="folder for rows, journal and manifest; an existing run is resumed")
     tokenizer: Name = Field(description="tokenizer of the model to train; all lengths are in its tokens")
-    window: Tokens = Field(ge=64, description="tokens of a row; longer rows are dropped")
+    window: Tokens = Field(ge=64, description="most tokens of a row; longer rows are dropped")
     model: Name = Field(description="name of the model that writes the questions, as the server knows it")
     base_url: str | None = Field(
         None, description="the server's address, up to /v1; default: $OPENAI_BASE_URL, else OpenAI's"
@@ -78,19 +78,23 @@ class Settings(BaseModel):
     )
 
     text_field: str = Field("text", description="field of .jsonl and .parquet rows that holds the text")
-    languages: tuple[str, ...] = Field((), description="keep these only, e.g. en,de (ISO 639-1); default: all")
+    languages: tuple[str, ...] = Field(
+        (), description="keep only documents in these languages, e.g. en,de (ISO 639-1); default: all"
+    )
     min_tokens: Tokens | None = Field(
         None, description="shortest long document; default: one chunk, or half of --max-tokens"
     )
-    max_tokens: Tokens | None = Field(None, description="longest document; default: the window less room for questions")
+    max_tokens: Tokens | None = Field(
+        None, description="longest document; default: the window minus room for questions"
+    )
     min_short: Tokens = Field(
         64, description="shortest document for compare, which takes those shorter than --min-tokens"
     )
-    longer: Literal["drop", "split"] = Field("drop", description="what happens to longer documents")
+    longer: Literal["drop", "split"] = Field("drop", description="what to do with documents longer than --max-tokens")
 
     questions: int = Field(10, ge=1, le=100, description="questions per document, all in one conversation")
-    characters: int = Field(3, ge=1, le=50, description="biographies per book")
-    group_size: int = Field(4, ge=2, le=1000, description="most short documents compared in one row")
+    characters: int = Field(3, ge=1, le=50, description="most biographies per document (task biography)")
+    group_size: int = Field(4, ge=2, le=1000, description="most short documents that one row compares")
     group_tokens: Tokens | None = Field(
         None,
         description="fewest document tokens of a compare row: groups are filled up to it, and smaller ones left out; "
@@ -103,19 +107,21 @@ class Settings(BaseModel):
         32768, ge=32, description="most document tokens in one request; excerpts are sent of longer documents"
     )
     answer_tokens: Tokens = Field(4096, ge=16, description="most tokens of one answer")
-    check_quotes: bool = Field(True, description="keep questions whose quotes are not in the text")
+    check_quotes: bool = Field(True, description="also keep questions whose quotes are not in the text")
     temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature of the model that writes")
-    seed: int = Field(0, description="chooses documents and passages, and is sent with each request")
+    seed: int = Field(0, description="random seed: chooses documents and passages, and is sent with each request")
 
-    concurrency: int = Field(8, ge=1, le=1000, description="requests at a time")
-    requests_per_minute: Amount = Field(0, description="rate limit; default: none")
-    tokens_per_minute: Amount = Field(0, description="rate limit on prompts and longest answers; default: none")
-    tries: int = Field(3, ge=1, le=20, description="answers requested until one is usable")
+    concurrency: int = Field(8, ge=1, le=1000, description="requests that run at the same time")
+    requests_per_minute: Amount = Field(0, description="most requests per minute; default: no limit")
+    tokens_per_minute: Amount = Field(
+        0, description="most tokens per minute, of prompts and longest answers; default: no limit"
+    )
+    tries: int = Field(3, ge=1, le=20, description="most attempts to get a usable answer")
     retries: int = Field(6, ge=0, le=100, description="repeats of a request that got no answer")
     retry_wait: float = Field(
         1, ge=0, le=3600, description="seconds before each repeat, in addition to what the server asks for"
     )
-    timeout: float = Field(300, ge=0.01, le=86400, description="seconds for one answer")
+    timeout: float = Field(300, ge=0.01, le=86400, description="seconds to wait for one answer")
     answer_format: Format = Field("auto", description="how JSON is requested; auto finds what the server supports")
 
     price_input: Amount | None = Field(None, description="price of a million prompt tokens, in any currency")
