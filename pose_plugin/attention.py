@@ -66,9 +66,9 @@ class RestartBoundaries:
             import transformers
 
             raise PoSEError(
-                f"packed rows need transformers.masking_utils.{_NAME} to cut at every position step other "
-                f"than +1, but that of transformers {transformers.__version__} differs. Turn packing off "
-                "(Axolotl: sample_packing: false; TRL: packing=False), or use FlashAttention"
+                f"packing: transformers {transformers.__version__} finds the documents of packed rows by another rule "
+                f"than the one known here (masking_utils.{_NAME}). Turn packing off (Axolotl: sample_packing: false; "
+                "TRL: packing=False), or use FlashAttention"
             )
         self._original = current
         setattr(masking_utils, _NAME, restart_rule)
@@ -114,9 +114,9 @@ def require_packing_support(model: Any) -> None:
     if name in RULED_BY_POSITIONS or needs_one_row(model):
         return
     raise PoSEError(
-        f"attn_implementation={name} is not known to find the documents of a packed row, so it may silently cut "
-        f"chunks apart. Use one of "
-        f"{', '.join(RULED_BY_POSITIONS + RULED_BY_SMALLEST)}, or turn packing off"
+        f"attn_implementation={name} may find the documents of a packed row by an unknown rule and silently separate "
+        f"the chunks of one document. Use one of {', '.join(RULED_BY_POSITIONS + RULED_BY_SMALLEST)}, or turn packing "
+        "off"
     )
 
 

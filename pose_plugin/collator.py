@@ -315,8 +315,9 @@ class PositionCollator:
         if packed and self.training and self.packs is False:
             raise PoSEError(
                 f"rows are packed (by a column seq_lengths, or by the collator {type(self.collate).__name__}), but the "
-                "trainer is not set up for packed rows, and chunks would be cut apart. Let the trainer pack (Axolotl: "
-                "sample_packing: true; TRL: packing=True or padding_free=True), or give single documents"
+                "trainer is not set up for packed rows: the chunks of a document could not attend to each other. Let "
+                "the trainer pack (Axolotl: sample_packing: true; TRL: packing=True or padding_free=True), or give "
+                "single documents"
             )
 
     def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:

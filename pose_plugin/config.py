@@ -193,7 +193,7 @@ class PoSESettings(Strict):
         if self.content != "contiguous" and self.train_length is None:
             raise ValueError(
                 f"content={self.content} reads spans of documents longer than train_length, which is missing; set "
-                "train_length to the window's tokens"
+                "train_length, the trained window in tokens"
             )
         return self
 
@@ -215,7 +215,8 @@ class PoSESettings(Strict):
             )
         if self.content in ("skip", "aligned") and self.chunks == 1:
             raise ValueError(
-                f"content={self.content} fills several chunks and has no effect with chunks=1; write content: window"
+                f"content={self.content} reads one span per chunk, so it has no effect with chunks=1; set chunks: 2 "
+                "or content: window"
             )
         return self
 

@@ -226,7 +226,7 @@ def tokens_of(feature: Feature) -> np.ndarray:
             )
         raise PoSEError(
             f"a feature has the columns {sorted(feature)}, but no input_ids. Tokenise the data set first "
-            "(SFTTrainer and Axolotl do), and keep dataset_kwargs={'skip_prepare_dataset': True} off"
+            "(SFTTrainer and Axolotl do, unless skip_prepare_dataset is set)"
         )
     tokens = int_array(feature["input_ids"])
     if tokens.ndim != 1 or tokens.size == 0:

@@ -89,13 +89,13 @@ class SelfTestReport:
         nothing = _NOTHING * self.same_chunk
         found = []
         if self.same_chunk == 0.0:
-            found.append("logits do not depend on the tokens at all: the model's weights may not be loaded")
+            found.append("logits do not depend on the tokens at all: check that the model's weights were loaded")
         elif self.after_jump <= nothing:
             advice = "Turn packing off, or use" if self.packed else "Use"
             found.append(
                 f"chunk 2 does not see chunk 1 (change of logits {self.after_jump:.3g}, within chunk 1 "
-                f"{self.same_chunk:.3g}): the attention function reads the jump as a new document, and "
-                f"nothing long would be learned. {advice} attn_implementation sdpa, eager "
+                f"{self.same_chunk:.3g}): the attention function takes the jump for a new document, and "
+                f"no long distance would be learned. {advice} attn_implementation sdpa, eager "
                 f"or flash_attention_2, and keep the attention_mask that PoSECollator returns"
             )
         leak = max(nothing, _ROUNDING * self.after_jump) if self.shared_rounding else nothing

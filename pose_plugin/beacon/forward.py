@@ -189,7 +189,7 @@ class Reading:
         whole = first + [later] * (condensed + window.interleaved - len(first))
         if not fits(window, whole, last, state.memory):
             raise PoSEError(
-                f"max_new_tokens: {room} tokens do not fit window {window.size} behind {tokens} tokens and "
+                f"max_new_tokens: {room} tokens do not fit window {window.size} after {tokens} tokens and "
                 f"{state.memory} beacons at ratio {later}. Give a larger ratio, fewer new tokens, or ratio='adapt', "
                 "which chooses by length"
             )

@@ -167,7 +167,7 @@ def adapt(
         return usable[-1]
     most = max(candidates)
     raise PoSEError(
-        f"ratio: adapt finds no ratio for {tokens} tokens and a headroom of {headroom} behind {memory} beacons. The "
+        f"ratio: adapt finds no ratio for {tokens} tokens and a headroom of {headroom} after {memory} beacons. The "
         f"largest candidate, {most}, holds {window.capacity(most, memory)} tokens in window {window.size} with "
         f"interval {window.interval}. Use larger ratios, a smaller headroom, a larger window or a shorter text"
     )
@@ -205,7 +205,7 @@ def draw(
     if not fits(window, [largest] * count, last, memory):
         raise PoSEError(
             f"training text too long: {count} intervals of {window.interval} tokens do not fit window {window.size} "
-            f"behind {memory} beacons, even at the largest ratio, {largest}. Shorten the texts, or use larger ratios "
+            f"after {memory} beacons, even at the largest ratio, {largest}. Shorten the texts, or use larger ratios "
             "or a larger window"
         )
     ratios: list[int] = []
@@ -283,9 +283,9 @@ def plan(
         chosen = [check_ratio(ratio, window.interval, f"ratios[{index}]") for index, ratio in enumerate(policy)]
         if len(chosen) != count:
             raise PoSEError(
-                f"ratios: {len(chosen)} given, but {tokens} tokens behind {state.pending} uncondensed ones need "
+                f"ratios: {len(chosen)} given, but {tokens} tokens after {state.pending} uncondensed ones need "
                 f"{count}, one per interval of {window.interval} tokens that is "
-                f"{'begun' if window.interleaved else 'condensed'}; the last interval stays raw until a token follows"
+                f"{'started' if window.interleaved else 'condensed'}; the last interval stays raw until a token follows"
             )
     elif policy == ADAPT:
         chosen = [adapt(window, tokens, candidates, headroom, state)] * count

@@ -232,8 +232,8 @@ def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler 
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
     if must and interval % multiple and multiple % interval:
         raise PoSEError(
-            f"interval={interval}: rows are padded to a multiple of {multiple} tokens, which gives texts with the same "
-            "number of intervals different ones, and under DeepSpeed ZeRO-3 the ranks hang. Use an interval that is a "
+            f"interval={interval}: rows are padded to a multiple of {multiple} tokens, so texts with equal numbers of "
+            "intervals may get different ones, and the ranks of DeepSpeed ZeRO-3 hang. Use an interval that is a "
             f"multiple of {multiple} (or divides it), or DDP or ZeRO-2"
         )
     return IntervalSampler(lengths, interval, rows, ranks, seed=int(args.data_seed or args.seed))

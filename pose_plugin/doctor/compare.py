@@ -156,8 +156,8 @@ def _rotary_modules(model: Any) -> list[Any]:
     ]
     if not found or len({module.inv_freq.shape for module in found}) > 1:
         raise PoSEError(
-            f"--like compares one rope, and model type {model.config.model_type!r} has one per layer type; leave "
-            "--like out, and the needles show up to which length the server answers"
+            f"--like compares one rope, but model type {model.config.model_type!r} has one per layer type; leave "
+            "--like out: the hidden numbers still show up to which length the server answers"
         )
     return found
 

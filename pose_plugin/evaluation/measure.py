@@ -212,8 +212,8 @@ def require_same_tokens(measure: Measure, evaluator: Any, tokenizer: Any, name: 
     """
     if tokens_of(evaluator, measure.texts) != tokens_of(tokenizer, measure.texts):
         raise PoSEError(
-            f"{measure.name}: {other} and the evaluator {name} have different tokenizers, so a token of one is none of "
-            f"the other; give an evaluator with the same tokenizer, or leave {measure.name} out"
+            f"{measure.name}: {other} and the evaluator {name} have different tokenizers, so their tokens cannot be "
+            f"compared; give an evaluator with the same tokenizer, or leave {measure.name} out"
         )
 
 

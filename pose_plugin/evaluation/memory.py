@@ -72,7 +72,7 @@ def in_batches(
             alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             if not alone or tokens <= SMALLEST:
                 raise TooLittleMemory(
-                    f"length={length}: out of memory with {tokens} tokens at a time; use less, or shorter lengths"
+                    f"length={length}: out of memory with {tokens} tokens at a time; use shorter lengths"
                 ) from error
             tokens //= 2
             torch.cuda.empty_cache()

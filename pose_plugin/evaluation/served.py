@@ -140,7 +140,7 @@ class ServedModel(Answerer):
             if self._gone is not None:
                 raise self._gone
             if self.max_requests is not None and self.sent >= self.max_requests:
-                raise ServerGoneError(f"--max-requests {self.max_requests} is reached; give more to resume")
+                raise ServerGoneError(f"--max-requests {self.max_requests} is reached; run the command again to resume")
             self.sent += 1
             wait = self._pace.delay(time.monotonic(), len(ids) + tokens)
         time.sleep(wait)
@@ -189,8 +189,8 @@ class ServedModel(Answerer):
             # A server may add a beginning-of-text token that the tokenizer does not.
             if form == "text" and reply.read is not None and abs(reply.read - len(ids)) > 1:
                 raise PoSEError(
-                    f"--like: its tokenizer makes {len(ids)} tokens of a sentence, and {self.server.model} at "
-                    f"{self.server.address} {reply.read}; give the folder of the served model or of its base"
+                    f"--like: its tokenizer makes {len(ids)} tokens of a test sentence, but {self.server.model} at "
+                    f"{self.server.address} makes {reply.read}; give the folder of the served model or of its base"
                 )
         wanted = [form for form in FORMS if form in taken and self._asked in ("auto", form)]
         if not wanted:
@@ -288,5 +288,8 @@ def cost(model: ServedModel, missing: Iterable[tuple[Measure, int]], kept: Answe
         lines.append(f"  {measure.name:<11} {length:>8} tokens × {len(questions):>5} requests")
     total = f"{requests:,} requests, {read:,} tokens of prompts, at most {written:,} of answers"
     if model.max_requests is not None and requests > model.max_requests:
-        raise PoSEError(f"--max-requests {model.max_requests} is less than what is missing: {total}. Nothing was sent")
+        raise PoSEError(
+            f"--max-requests {model.max_requests} is less than what is missing: {total}. Nothing was sent; raise it to "
+            f"{requests}, or measure less"
+        )
     return "\n".join([*lines, f"  together {total}"])

@@ -114,8 +114,8 @@ def _checkpoint(cfg: Any) -> None:
     """
     if cfg["gradient_checkpointing"] is not True:
         raise PoSEError(
-            f"gradient_checkpointing={cfg['gradient_checkpointing']!r} is a kind of Axolotl's own, which has not been "
-            "tested with beacons. Set gradient_checkpointing: true"
+            f"gradient_checkpointing={cfg['gradient_checkpointing']!r} is Axolotl's own kind of checkpointing, which "
+            "is not tested with beacons. Set gradient_checkpointing: true"
         )
     given = cfg.get("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, Mapping):

@@ -49,8 +49,8 @@ def require_right_merge(cfg: Any) -> None:
     if cfg.get("merge_method") != "legacy" and trained and is_tied(cfg.base_model):
         raise PoSEError(
             f"merge_method={cfg.get('merge_method') or 'memory_efficient'} would tie {', '.join(trained)} to the other "
-            "embedding again, from which the adapter trained it apart: the merged model would be another one. Set "
-            "merge_method: legacy"
+            "embedding again, but the adapter trained only one of the two: the merged model would differ from the "
+            "trained one. Set merge_method: legacy"
         )
 
 

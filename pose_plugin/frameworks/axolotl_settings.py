@@ -48,7 +48,7 @@ def settings_of(cfg: Any) -> PoSESettings:
     settings = checked(parse_settings(block))
     if settings.content != "contiguous" and sequence_len and settings.train_length == sequence_len:
         raise PoSEError(
-            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}, no "
+            f"pose.content={settings.content} has no effect with pose.train_length=sequence_len={sequence_len}: no "
             "row is longer than the window. Raise sequence_len to the documents' length, or set content: contiguous"
         )
     return settings

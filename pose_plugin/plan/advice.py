@@ -31,7 +31,7 @@ def warnings_of(plan: Plan) -> list[str]:
     findings = plan.rope.findings if plan.rope else ()
     warnings = [*inputs.warnings, *(str(each) for each in findings if each.severity != "info")]
     if inputs.steps is None and (settings or inputs.beacon):
-        warnings.append("the number of steps is not known here: give --steps, or --rows of the data set")
+        warnings.append("the number of steps is not known here: give --steps, or --rows (the rows of the data set)")
     warnings += _about_beacons(plan) if inputs.beacon else _about_coverage(plan)
     warnings += _about_precision(plan)
     warnings += _about_memory(plan)
@@ -50,8 +50,8 @@ def warnings_of(plan: Plan) -> list[str]:
     warnings += _about_frozen_parts(plan, original)
     if make_sampler(settings).needs_chats and not inputs.chat:
         warnings.append(
-            f"sampler={settings.sampler} needs chats, but no data set is of type chat_template: plain text is split "
-            "anywhere, as by sampler: pose"
+            f"sampler={settings.sampler} needs chats, but no data set has type: chat_template. Plain text is split at "
+            "any place, as with sampler: pose"
         )
     if settings.content in ("skip", "window", "aligned") and inputs.chat:
         warnings.append(f"content={settings.content} takes pieces out of chats; use contiguous, the default, for chats")
@@ -116,7 +116,7 @@ def _about_coverage(plan: Plan) -> list[str]:
     if never.size:
         warnings.append(
             f"{never.size} of {plan.target - 1} distances are in no row, the nearest {never[0]}: the sampler does not "
-            "reach the target. Use another sampler or a nearer target"
+            "reach the target. Use another sampler, or lower target_length"
         )
     if not plan.rows:
         return warnings
@@ -129,12 +129,12 @@ def _about_coverage(plan: Plan) -> list[str]:
         needed = rows_needed(plan)
         enough = f"{needed:,} rows would hold each of them in {FEW_ROWS}. " if needed else ""
         warnings.append(
-            f"{rare.size} distances before the last window will be in fewer than {FEW_ROWS} rows, the nearest "
-            f"{rare[0] + 1}. {enough}Train more steps, more chunks or a nearer target"
+            f"{rare.size} distances will be in fewer than {FEW_ROWS} rows, the nearest {rare[0] + 1} (the last "
+            f"{plan.window} before the target not counted). {enough}Train more steps, or lower target_length"
         )
     if plan.rows < PAPER_ROWS // 20:
         warnings.append(
-            f"{counted(plan.rows, 'row')} in all are less than a twentieth of the PoSE paper's {PAPER_ROWS} (1000 "
+            f"{counted(plan.rows, 'row')} in all are fewer than a twentieth of the PoSE paper's {PAPER_ROWS} (1000 "
             "steps of 64), which may be too few to learn new distances; train more steps or larger batches"
         )
     return warnings

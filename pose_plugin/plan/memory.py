@@ -102,7 +102,7 @@ class Architecture:
         if missing:
             has = sorted({name.rpartition(".")[2] for name in self.linear})
             raise PoSEError(
-                f"target modules: {missing[0]!r} selects no linear map of this model; it has {', '.join(has)}"
+                f"target modules: {missing[0]!r} selects no linear layer of this model; it has {', '.join(has)}"
             )
         return sorted({name for selected in found.values() for name in selected})
 

@@ -126,7 +126,7 @@ def coverage(
     """
     size = window or settings.train_length
     if size is None:
-        raise PoSEError("coverage needs a window: set train_length to the window's tokens, or pass window=")
+        raise PoSEError("coverage needs a window: set train_length, the trained window in tokens, or pass window=")
     target = settings.target_length
     if not simulable(settings):
         raise PoSEError(

@@ -70,15 +70,15 @@ def _about_reach(source: RopeSource, target: int) -> Iterator[Finding]:
             yield Finding(
                 "layer_types",
                 kind.name,
-                f"{kind.layers} of {total} layers read tokens in order into a state and know no positions, so no "
-                "frequencies reach them: only training on long texts teaches them more",
+                f"{kind.layers} of {total} layers read tokens in order into a state and have no positions, so an "
+                "extension does not change them: only training on long texts teaches them more",
                 severity="info",
             )
         elif kind.sees is None and not kind.rotates:
             yield Finding(
                 "layer_types",
                 kind.name,
-                f"{kind.layers} of {total} layers rotate nothing (NoPE), so no frequencies reach them",
+                f"{kind.layers} of {total} layers have no positions (NoPE), so an extension does not change them",
                 severity="info",
             )
         elif kind.sees is not None and kind.sees < target:
@@ -92,7 +92,7 @@ def _about_window(source: RopeSource, kind: LayerKind, total: int, far: int, tar
         return Finding(
             key,
             kind.sees,
-            f"every layer sees only {what}, so no token attends further back with any frequencies: "
+            f"every layer sees only {what}, so no token attends further back, whatever the frequencies: "
             f"target_length={target} will not be reached",
             f"Set {key}: null in the config if full attention is wanted",
         )
@@ -137,7 +137,7 @@ def _about_published_keys(source: RopeSource) -> Iterator[Finding]:
             maximum,
             f"with linear scaling by {factor:g} the original window should be {maximum} / {factor:g} = "
             f"{round(maximum / factor)}, and {source.original_length} is used. Some checkpoints keep the unscaled "
-            "maximum, and a factor from too short a window stretches too much",
+            "maximum, and a factor that is computed from a window that is too short stretches too much",
             f"If {maximum} is the unscaled maximum, set rope.original_length: {maximum}",
             "warning" if source.original_length != maximum else "info",
         )

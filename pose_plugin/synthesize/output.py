@@ -174,7 +174,7 @@ def require_same(folder: Path, settings: Settings, tokenizer: Any) -> None:
         differs.append("--tokenizer has another vocabulary or chat template")
     if differs:
         raise PoSEError(
-            f"--output {folder} was begun with other settings: {'; '.join(differs)}. Name another folder, or add "
+            f"--output {folder} was started with other settings: {'; '.join(differs)}. Name another folder, or add "
             "--accept-changes, which reuses the answers to unchanged requests"
         )
 

@@ -74,14 +74,14 @@ def key_from(settings: Settings) -> str:
     named = settings.key_variable in (*os.environ, "OPENAI_API_KEY")
     variable = f"${settings.key_variable}" if named else "the variable that --key-variable names"
     if not key.isascii() or not key.isprintable():
-        raise PoSEError(f"{variable} holds characters that no key has and that cannot be sent; export it again")
+        raise PoSEError(f"{variable} holds characters that no key has and that cannot be sent; export the key again")
     address = os.environ.get("OPENAI_BASE_URL")
     if settings.base_url is None and address:
         check_address("$OPENAI_BASE_URL", address)
     if not key and settings.base_url is None and not address:
         raise PoSEError(
             f"{variable} holds no key: export one, name another variable with --key-variable, or give the --base-url "
-            "of a server that needs none"
+            "of a server that needs no key"
         )
     return key or "none"
 

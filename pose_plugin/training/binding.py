@@ -181,7 +181,7 @@ def add_mixin(trainer: Any) -> None:
     kind = type(trainer)
     if issubclass(kind, PoSETrainerMixin):
         if kind.__mro__.index(PoSETrainerMixin) > kind.__mro__.index(Trainer):
-            raise PoSEError(f"{kind.__name__}: write PoSETrainerMixin before the trainer's class, not behind it")
+            raise PoSEError(f"{kind.__name__}: write PoSETrainerMixin before the trainer's class, not after it")
         return
     # Frameworks print and report the class by its name, so the subclass keeps it.
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -195,7 +195,7 @@ class PoSECallback(TrainerCallback):
         self.answered = probe_of(self.trainer, self.collator.settings)
         if state.is_world_process_zero and not state.global_step:
             log.warning(
-                "NOTHING WAS TRAINED: the run ended after steps=0, and what is saved are the base's weights. Check "
+                "NOTHING WAS TRAINED: the run ended after steps=0, and the saved weights are the base's. Check "
                 "max_steps and num_train_epochs, and that the rows fill at least one batch of %d rows per process",
                 self.trainer._train_batch_size,
             )
@@ -216,7 +216,7 @@ class PoSECallback(TrainerCallback):
         elif settings.train_length is not None and sampler.skips:
             about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
             chances = sketch(settings)
-            log.info("chance that one row of %d trains a distance%s\n%s", settings.train_length, about, chances)
+            log.info("chance that one row of %d tokens trains a distance%s\n%s", settings.train_length, about, chances)
 
     def _report_what_was_trained(self) -> None:
         settings, trained = self.collator.settings, self.history.drawn()
@@ -234,8 +234,8 @@ class PoSECallback(TrainerCallback):
         )
         if trained.get("uncut") or trained.get("anywhere"):
             log.warning(
-                "sampler=%s: of %d documents, %d had no border inside their window and were trained without a jump; in "
-                "%d no border was found, and they were split at random, like plain text",
+                "sampler=%s: of %d documents, %d had no border inside their window and were trained without a jump; %d "
+                "had no border at all and were split at random, like plain text",
                 settings.sampler,
                 trained["documents"],
                 trained["uncut"],

@@ -83,8 +83,8 @@ def require_undivided(sizes: Mapping[str, Any], otherwise: str = "") -> None:
     """
     for key, size in divided(sizes).items():
         raise PoSEError(
-            f"{key}={size} splits rows or projections over devices, and the parts of a document would lose each "
-            f"other. Set {key}: 1 and use data parallelism or DeepSpeed ZeRO{otherwise}"
+            f"{key}={size} splits rows or projections over devices, so the parts of a document could not attend "
+            f"to each other. Set {key}: 1 and use data parallelism or DeepSpeed ZeRO{otherwise}"
         )
 
 
@@ -148,7 +148,7 @@ def check_row_length(args: Any, settings: PoSESettings) -> None:
     if longest > window and settings.content == "contiguous":
         log.warning(
             "rows have up to SFTConfig.max_length=%d tokens, but content=contiguous reads the first train_length=%d of "
-            "each document and drops the rest. Set max_length=%d, or content: window, which reads a part from anywhere",
+            "each document and drops the rest. Set max_length=%d, or content: window, which reads any part",
             longest,
             window,
             window,

@@ -68,7 +68,7 @@ def test_adapt_uses_the_headroom_of_a_stream_that_has_begun():
     assert adapt(LLAMA, 2048, state=StreamState(at_least=16)) == 16
     # Later calls may use what the first call kept free.
     assert adapt(LLAMA, 2048, state=StreamState(memory=3064)) == 128
-    with pytest.raises(PoSEError, match="behind 3072 beacons"):
+    with pytest.raises(PoSEError, match="after 3072 beacons"):
         adapt(LLAMA, 1025, state=StreamState(memory=3072))
 
 
@@ -175,7 +175,7 @@ def test_draws_depend_on_seed_step_and_sample_only():
 def test_plan_of_a_list():
     window = BeaconWindow(64, 8)
     assert plan(window, [2, 8, 4], 30) == [2, 8, 4]
-    with pytest.raises(PoSEError, match="ratios: 2 given, but 30 tokens behind 0 uncondensed ones need 3"):
+    with pytest.raises(PoSEError, match="ratios: 2 given, but 30 tokens after 0 uncondensed ones need 3"):
         plan(window, [2, 8], 30)
     with pytest.raises(PoSEError, match=r"ratios\[1\]: 3"):
         plan(window, [2, 3, 4], 30)

@@ -139,7 +139,7 @@ def test_what_may_be_generated_must_fit_before_anything_is_generated():
     context = model.condense(make_ids(16))
     calls.clear()
     for how in ({"ratio": 2}, {"ratios": [2, 2]}, {"ratio": 2, "use_cache": False}):
-        with pytest.raises(PoSEError, match="max_new_tokens: 60 tokens do not fit window 32 behind 20 tokens"):
+        with pytest.raises(PoSEError, match="max_new_tokens: 60 tokens do not fit window 32 after 20 tokens"):
             model.generate(make_ids(20), max_new_tokens=60, **how, **GREEDY)
     with pytest.raises(PoSEError, match="max_new_tokens: 200"):
         model.generate(make_ids(4), context=context, max_new_tokens=200, **GREEDY)

@@ -264,7 +264,7 @@ def test_ratios_for_each_interval():
     model(ids, ratios=[2, 8, 4], past_key_values=cache)
     assert (cache.ratios, cache.len_memory) == ([2, 8, 4], 4 + 1 + 2)
     assert difference(model(ids, ratio=2).logits[:, -1], model(ids, ratio=8).logits[:, -1]) > 1e-3
-    with pytest.raises(PoSEError, match="ratios: 2 given, but 30 tokens behind 0 uncondensed ones need 3"):
+    with pytest.raises(PoSEError, match="ratios: 2 given, but 30 tokens after 0 uncondensed ones need 3"):
         model(ids, ratios=[2, 8])
 
 

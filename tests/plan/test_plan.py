@@ -294,7 +294,7 @@ FAR = {"pose": {"target_length": 131072, "rope": "yarn"}}
 @pytest.mark.parametrize(
     "changes, options, text",
     [
-        ({"max_steps": 20}, {"gpus": 1}, "160 rows in all are less"),
+        ({"max_steps": 20}, {"gpus": 1}, "160 rows in all are fewer"),
         ({"max_steps": 20}, {"gpus": 1}, "will be in fewer than 100 rows"),
         ({"pose": {"target_length": 32768, "sampler": "none", "rope": "yarn"}}, {}, "are in no row, the nearest 8192"),
         ({**LORA, **FAR}, {}, "leaves embeddings and norms frozen"),
@@ -453,7 +453,7 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
     [
         (["nowhere.yaml"], "nowhere.yaml is not a file"),
         ([], "--base, --target-length, --train-length missing"),
-        (["{yaml}", "--target-length", "5"], "--target-length cannot go with"),
+        (["{yaml}", "--target-length", "5"], "--target-length cannot be combined with"),
         (["{yaml}", "--method", "qlora"], "--method cannot"),
         # Also with the value that it has if it is not given.
         (["{yaml}", "--method", "full"], "--method cannot"),

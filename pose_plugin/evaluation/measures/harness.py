@@ -99,7 +99,8 @@ class Harness(Measure):
         rows = rows_of(found["results"], self._lengths)
         if not rows:
             raise PoSEError(
-                f"--harness {','.join(self.harness)}: lm-eval returned no figure for {self._lengths} tokens"
+                f"--harness {','.join(self.harness)}: lm-eval returned no score for {self._lengths} tokens; check "
+                "which lengths these tasks have scores for"
             )
         return Result(self.name, self._definition(counter.longest), rows)
 
@@ -185,7 +186,7 @@ def require_harness(tasks: Sequence[str], lengths: Sequence[int], include_path: 
     unknown = [n for n in lengths if n not in RULER_LENGTHS]
     if ruler and unknown:
         raise PoSEError(
-            f"lengths={unknown[0]} with {ruler[0]}: RULER in lm-eval has figures for "
+            f"lengths={unknown[0]} with {ruler[0]}: RULER in lm-eval has scores for "
             f"{', '.join(map(str, RULER_LENGTHS))} tokens only; use those, or --tasks needle, which takes any length"
         )
     for package in ("lm_eval", *(("wonderwords", "nltk") if ruler else ())):

@@ -162,7 +162,7 @@ class Haystack(Asking):
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
         super().prepare(tokenizer, lengths, windows)
         if self.facts > len(self.wording.names):
-            raise PoSEError(f"facts={self.facts} is more than the {len(self.wording.names)} names; use fewer")
+            raise PoSEError(f"facts={self.facts} is too many; give at most {len(self.wording.names)}")
         self._documents = [
             token_ids(self._tokenizer, text) if isinstance(text, str) else list(text) for text in self.texts
         ]

@@ -132,7 +132,7 @@ class LongPPL(Measure):
 
         windows, keys = self._documents(length), (self.answers or {})[length]
         if len(windows) != len(keys):
-            raise PoSEError(f"{len(windows)} texts, but key tokens of {len(keys)}; ask the evaluator about these texts")
+            raise PoSEError(f"{len(windows)} texts, but key tokens of {len(keys)}; let the evaluator read these texts")
 
         def sums(i: int, row: np.ndarray) -> tuple[float, float]:
             # row[p - 1] is the loss of the token at position p.
