@@ -292,7 +292,6 @@ class BeaconCache(PlainCache):
         """Return the keys and values that one pass sees.
 
         Args:
-            given: the pass.
             keep_pieces: how many of the last pieces keep their gradient; None for all.
             last_layer: the model's last layer, if its output is not wanted.
         """
@@ -308,7 +307,6 @@ class BeaconCache(PlainCache):
         """Add the rows of a pass to the open interval.
 
         Args:
-            given: the pass.
             written: layer → its keys and values, (batch, heads, rows of the pass, head size).
         """
         fresh = [written[layer] for layer in sorted(written)]

@@ -24,11 +24,6 @@ ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 def resolve_window(config: BeaconConfig, model_config: Any, rotary: Any) -> int:
     """Return L: the configured window, checked against the model's limits, or the smallest of these limits.
 
-    Args:
-        config: of the adapter.
-        model_config: of the base.
-        rotary: the base's rotary embedding.
-
     Raises:
         PoSEError: the window exceeds a limit, or the interval leaves no room for memory.
     """
@@ -101,9 +96,6 @@ def check_attention(implementation: str | None, config: BeaconConfig) -> None:
 def check_checkpointing(layers: list[nn.Module]) -> None:
     """Refuse reentrant checkpointing: it sets every beacon gradient to zero, with an unchanged loss and no error.
 
-    Args:
-        layers: the decoder layers.
-
     Raises:
         PoSEError: they are checkpointed with use_reentrant=True, or without a value, which means True.
     """
@@ -128,8 +120,7 @@ def check_unpacked(base: Any, what: str) -> None:
     Packed weights neither dequantise nor train, and raise no error.
 
     Args:
-        base: a projection of the base.
-        what: would be done with it, for the message.
+        what: would be done with the base's projection, for the message.
 
     Raises:
         PoSEError: it is packed.
@@ -149,8 +140,6 @@ def check_input(ids: torch.Tensor | None, embedded: torch.Tensor | None, vocabul
     """Return the one of the two inputs that is given.
 
     Args:
-        ids: (batch, tokens), or None.
-        embedded: (batch, tokens, hidden), or None.
         vocabulary: number of tokens; an id of this value is a beacon inside the model.
 
     Raises:
@@ -211,7 +200,6 @@ def check_mask(attention_mask: torch.Tensor | None, tokens: int, carries: bool) 
 
     Args:
         attention_mask: None, or (batch, tokens) or (batch, seen + tokens), 1 for a token and 0 for padding.
-        tokens: new tokens.
         carries: whether a cache continues after this call; later tokens would read the padding as text.
 
     Raises:
@@ -295,7 +283,6 @@ def check_origin(
     """Require that this model and adapter made the cache; record them in an empty cache.
 
     Args:
-        cache: the stream.
         signature: see `Reading.signature`.
         row: the active adapter's beacon embedding, (hidden,).
         rope: the base's frequencies in radians per position, (rotary size / 2,).

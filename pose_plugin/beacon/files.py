@@ -69,10 +69,6 @@ class Description(BaseModel):
 def save(cache: Any, path: str | Path) -> None:
     """Write the stream atomically: an interrupted save leaves the old file.
 
-    Args:
-        cache: the stream, a BeaconCache.
-        path: the file, e.g. "book.safetensors", in an existing folder.
-
     Raises:
         PoSEError: the cache is empty, or something that is not a regular file is there.
     """

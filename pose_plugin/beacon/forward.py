@@ -119,8 +119,6 @@ class Reading:
         """Return the ratios of a call that reads `tokens` more tokens; see `ratios.plan` for rules and errors.
 
         Args:
-            cache: the stream so far.
-            tokens: new tokens.
             ratio: a policy for this call; None uses that of `condensing(…)`, or the configuration.
             headroom: tokens still to come after them; if a cache begins, at least the configured headroom.
             carries: whether the caller continues the cache. Otherwise nothing follows, and a text that is read raw
@@ -166,10 +164,7 @@ class Reading:
         """Require that a text and what is generated after it fit the window, before anything is read.
 
         Args:
-            cache: the stream so far.
-            tokens: new tokens.
-            ratio: see `plan`.
-            room: tokens that may be generated.
+            room: tokens that may be generated; the others as for `plan`.
 
         Raises:
             PoSEError: they do not fit, and what was generated until then would be lost.

@@ -164,7 +164,6 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, last: int) -> 
     """Make the model's forward that of the tuner, since Hugging Face's generate calls the model.
 
     Args:
-        tuner: the BeaconModel.
         ratio, ratios: of `generate`.
         last: the length of the text for which room is kept free.
     """

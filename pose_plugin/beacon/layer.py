@@ -196,8 +196,6 @@ class BeaconEmbedding(nn.Module, BeaconLayer):
         """Add an adapter. Its row starts as the EOS token's embedding, as the base computes it.
 
         Args:
-            adapter_name: its name.
-            config: its configuration.
             eos: id of the EOS token, or several; None: the row starts as the mean of all embeddings.
         """
         base: Any = self.get_base_layer()
@@ -261,8 +259,6 @@ def route(x: torch.Tensor, given: Pass, base: Callable[..., Any], own: Callable[
     Args:
         x: (batch, rows, in).
         given: the pass; its rows are the rows of x.
-        base: the frozen projection.
-        own: the beacons' projection.
 
     Raises:
         PoSEError: x has other rows than the pass, as in experts that flatten the batch; it would be routed wrongly.

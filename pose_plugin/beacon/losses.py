@@ -42,11 +42,8 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
     The last token of an interval predicts the first of the next; shifting within each interval would lose it.
 
-    Args:
-        labels: (batch, tokens).
-
     Returns:
-        (batch, tokens), the last column ignored.
+        (batch, tokens) as `labels`, the last column ignored.
     """
     return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
 
@@ -76,7 +73,6 @@ def token_figures(logits: torch.Tensor, shifted: torch.Tensor, items: Any = None
     """Return each label's log-probability (with gradient), the entropy, and whether the label was the likeliest token.
 
     Args:
-        logits: (batch, tokens, vocabulary).
         shifted: the label that each row of logits predicts, (batch, tokens), −100 for none.
         items: divides the summed loss; None: the tokens with a label.
     """

@@ -116,7 +116,6 @@ def fits(window: BeaconWindow, ratios: Sequence[int], last: int, memory: int = 0
     """Return whether a stream with these ratios stays in the window until its end.
 
     Args:
-        window: the sizes.
         ratios: one per condensed interval; an interleaved stream has one more, for the open interval.
         last: raw tokens of the open interval at the end.
         memory: beacons in memory before.
@@ -143,9 +142,6 @@ def adapt(
     ratio keeps the headroom free, the largest is returned, with which the stream can go on longest.
 
     Args:
-        window: the sizes.
-        tokens: new tokens.
-        candidates: ratios to choose from.
         headroom: tokens still to be generated.
         state: the stream before; smaller ratios than its last one are not used.
 
@@ -190,11 +186,8 @@ def draw(
     """Draw ratios for `count` intervals, each uniform among the candidates after which the rest can still fit.
 
     Args:
-        window: the sizes.
         count: intervals that need a ratio; an interleaved stream counts the open one too.
         last: raw tokens of the last, open interval.
-        candidates: ratios to draw from.
-        rng: see `generator`.
         memory: beacons in memory before.
         same: draw one ratio for all intervals (the paper's "instance-wise" ablation).
 
@@ -262,12 +255,8 @@ def plan(
     """Return the ratios of one call: one per interval that it condenses and, interleaved, one for the open interval.
 
     Args:
-        window: the sizes.
         policy: "adapt", "random", "instance", a fixed ratio, or a list with one ratio per interval.
-        tokens: new tokens of the call.
-        state: the stream before the call.
         candidates: ratios that "adapt", "random" and "instance" choose from.
-        headroom: see `adapt`.
         rng: makes the generator for "random" and "instance"; None outside training.
 
     Raises:

@@ -30,9 +30,7 @@ def group_by_intervals(
 
     Args:
         lengths: tokens of each text.
-        interval: l.
         batch_size: rows per rank.
-        ranks: number of processes.
         seed, epoch: of the shuffle; no global generator is used.
 
     Returns:
@@ -75,9 +73,7 @@ class IntervalSampler(Sampler[int]):
 def set_ratio_step(model: Any, step: int) -> None:
     """Set the global step that training ratios are drawn for. Call it before each step of the optimizer.
 
-    Args:
-        model: a PEFT model with a Beacon adapter, wrapped or not.
-        step: the trainer's global step; the same on every rank, and after a resume.
+    It must be the same on every rank, and after a resume, as the trainer's global step is.
     """
     find_tuner(model).set_step(step)
 
@@ -110,8 +106,7 @@ def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = N
     """Check that beacons have a gradient after the first backward; without one, the loss falls but nothing is trained.
 
     Args:
-        model: a PEFT model with a Beacon adapter, after backward.
-        gradient: see `beacon_gradient_norm`.
+        model, gradient: as for `beacon_gradient_norm`.
 
     Returns:
         The norm; None if nothing was condensed since `set_ratio_step`. Then call it again after a later step.

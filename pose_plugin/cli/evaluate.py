@@ -277,7 +277,6 @@ def _evaluator(measures: list[Measure], sources: list[Source], variants: int) ->
     """Return the model that measures ask: one of the models or another. None if none asks.
 
     Args:
-        measures: what is measured.
         sources: the models in this process.
         variants: how many of them, behind the first, are variants of it; the default is the last of the others.
     """

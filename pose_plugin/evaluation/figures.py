@@ -138,8 +138,6 @@ def lines(report: Report, path: Path, measure: type[Measure], series: list[tuple
 
     Args:
         report: for the windows to mark.
-        path: the file.
-        measure: for the labels and the kind of axis.
         series: (number of the model, its name, rows by length) of each model.
     """
     with _figure(path) as (_, axes):
@@ -188,8 +186,6 @@ def heat_map(
 
     Args:
         report: for the windows to mark.
-        path: the file.
-        measure: for the labels.
         measured: (name, rows by (length, depth)) of each model.
     """
     lengths = sorted({n for _, cells in measured for n, _ in cells})

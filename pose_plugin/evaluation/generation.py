@@ -26,11 +26,8 @@ def generate(
     """Answer questions greedily.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
         questions: with `length` tokens each, answer included, or a few less.
         keep: called with each question and its answer, as soon as it is known.
-        length: in tokens.
         batch_size: questions at a time; default: about 16k tokens.
     """
     ends, device = end_tokens(tokenizer, model), device_of(model)
@@ -73,8 +70,6 @@ def cached(model: Any, ids: Sequence[int], chunk: int | None = None) -> Any:
     """Read a text into a key-value cache and return the cache.
 
     Args:
-        model: a causal language model.
-        ids: of the text.
         chunk: tokens read at a time; None: all at once, which took a third less time on a CPU and takes more memory.
     """
     return prefill(model, torch.tensor([list(ids)], device=device_of(model)), chunk)[1]
@@ -84,7 +79,6 @@ def answer(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: i
     """Answer questions greedily behind a cached text, each as if alone, and leave the cache as it was.
 
     Args:
-        model: a causal language model.
         cache: of one text, as `cached` returns it.
         questions: token ids of each.
         budget: tokens to decode.
@@ -140,9 +134,7 @@ def _apart(owners: torch.Tensor, new: int, length: int, dtype: torch.dtype) -> t
 
     Args:
         owners: the question that each token behind the text belongs to, shape (tokens,).
-        new: how many tokens are fed.
         length: tokens of the text.
-        dtype: of the model.
 
     Returns:
         (1, 1, new, length + tokens); 0 where a key is seen, else the smallest number.

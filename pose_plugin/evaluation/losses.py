@@ -24,10 +24,9 @@ def losses_of(
     measure: Measure,
     positions: np.ndarray | None = None,
 ) -> list[Found]:
-    """Return what `read` makes of the losses of each window.
+    """Return what `read` makes of the losses of each window; the model's mode and random state are restored afterwards.
 
     Args:
-        model: a causal language model; mode and random state are restored afterwards.
         windows: token ids, all of the same length T.
         read: of the number of a window and the losses in nats of its tokens 1 … T-1, float64 [T-1].
         measure: its batch size and progress bar.
@@ -60,9 +59,6 @@ class TokenLoss:
     The logits are computed and scored a few rows at a time inside one forward. A test on eight tokens shows first
     whether that gives the model's own losses. If not (an unusual head, a PEFT method in the outer forward), the whole
     forward runs once for each piece.
-
-    Args:
-        model: a causal language model.
 
     Raises:
         PoSEError: a model that allows neither.

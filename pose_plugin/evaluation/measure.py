@@ -102,7 +102,6 @@ class Measure(BaseModel):
         """Check everything that can be checked without a model, and keep what `run` needs.
 
         Args:
-            tokenizer: the model's tokenizer.
             lengths: in tokens; all that will be measured.
             windows: for defaults that follow from the models.
 
@@ -204,11 +203,8 @@ def require_same_tokens(measure: Measure, evaluator: Any, tokenizer: Any, name: 
     """Raise PoSEError if two tokenizers make different tokens of the texts; e.g. another pad token does not matter.
 
     Args:
-        measure: the measure that needs an evaluator.
         evaluator: the evaluator's tokenizer, `name` its model.
         tokenizer: that of `other`, the model to be measured.
-        name: for the message.
-        other: for the message.
     """
     if tokens_of(evaluator, measure.texts) != tokens_of(tokenizer, measure.texts):
         raise PoSEError(

@@ -50,9 +50,7 @@ def in_batches(
     """Return what `run` finds for each item, as many items at a time as fit in memory.
 
     Args:
-        model: a causal language model.
         items: texts or prompts, `length` tokens each.
-        length: in tokens.
         run: of some items and the tokens to read at a time (None: all), one result per item.
         batch_size: items at a time; default: about 16k tokens.
 
@@ -105,13 +103,7 @@ def tokens_at_once(model: Any, length: int, batch_size: int | None = None) -> in
 
 
 def require_room(config: Any, length: int, device: torch.device) -> None:
-    """Raise TooLittleMemory if a text cannot be read even in the smallest pieces, before weights are loaded.
-
-    Args:
-        config: a transformers config.
-        length: of the text in tokens.
-        device: where the model will run.
-    """
+    """Raise TooLittleMemory if a text cannot be read even in the smallest pieces, before weights are loaded."""
     free, needed = available_bytes(device), estimate_bytes(config, length, SMALLEST)
     if free is not None and needed > free:
         raise _too_little(length, needed, free, device)

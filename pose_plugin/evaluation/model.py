@@ -47,7 +47,6 @@ def read(model: Any, input_ids: torch.Tensor, cache: Any = None, **forward: Any)
     """Read tokens behind a key-value cache.
 
     Args:
-        model: a causal language model with a cache.
         input_ids: [B, T], no padding.
         cache: what an earlier call returned; None for an empty one. It may be changed in place.
         forward: more arguments of the forward, e.g. position_ids.
@@ -70,7 +69,6 @@ def prefill(
     [T × vocab] logits are never built. With a chunk, activations are those of a chunk and only the cache grows with T.
 
     Args:
-        model: a causal language model with a cache.
         input_ids: [B, T], no padding.
         cache: of what is before the text; None for nothing.
 
@@ -116,7 +114,6 @@ def keeping(model: Any, places: slice | torch.Tensor) -> Iterator[dict[str, Any]
     """Yield the arguments with which a forward returns the logits of some of its tokens only.
 
     Args:
-        model: a causal language model.
         places: of these tokens: `slice(-n, None)` for the last n, or their indices.
     """
     if takes(model, "logits_to_keep"):
@@ -134,7 +131,6 @@ def greedy(
     Unlike `model.generate`, it ignores the model's generation config (sampling, penalties).
 
     Args:
-        model: a causal language model with a cache.
         input_ids: [B, T], no padding.
         chunk: how many tokens of the prompt are read at a time; None: all.
         cache: of what is before the prompt; it may be changed in place.

@@ -56,7 +56,6 @@ class Haystack:
         """Return `count` tokens of filler.
 
         Args:
-            count: tokens.
             start: where in a long filler to begin, as a share (0 to 1) of what is left over.
         """
         if len(self._filler) < count:
@@ -75,7 +74,6 @@ class Haystack:
 
         Args:
             facts: (depth, ids) by ascending depth: the share of the filler before the fact, 0 to 1.
-            count: tokens of filler.
             start: see `filler`.
         """
         filler, ids, before = self.filler(count, start), list[int](), 0
@@ -171,7 +169,6 @@ class PasskeyBuilder:
         Args:
             length: tokens of prompt plus answer.
             depth: share of the filler that is before the key sentence, 0 to 1.
-            key: the digits to hide.
             start: where in a long real filler text to begin, as a share (0 to 1) of what is left over.
 
         Raises:

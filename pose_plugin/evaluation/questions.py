@@ -48,13 +48,7 @@ class Answers:
         return self._found.get(key)
 
     def keep(self, question: Question, answer: str, **more: Any) -> None:
-        """Keep an answer; it is on the disk when this returns.
-
-        Args:
-            question: what was asked.
-            answer: what the model wrote.
-            more: columns of the journal.
-        """
+        """Keep an answer, with `more` columns in the journal; it is on the disk when this returns."""
         key = self._key(question)
         self._found[key] = answer
         if self._journal is not None:

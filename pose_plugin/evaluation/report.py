@@ -221,7 +221,6 @@ def to_json(report: Report, files: Sequence[str] = ()) -> str:
     """Return everything, down to the single prompt. What is not finite becomes null, which JSON can express.
 
     Args:
-        report: what was measured.
         files: names of the other files of the same report.
     """
     data = {
@@ -287,7 +286,6 @@ def write(report: Report, folder: str | Path, pictures: Sequence[Picture] = ()) 
     """Write results.json, report.md, report.html and the CSV files, and remove files of an earlier report.
 
     Args:
-        report: what was measured.
         folder: created if it does not exist.
         pictures: what `figures.draw` has drawn; report.html contains the SVG files.
 

@@ -71,7 +71,6 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
     """Read an Axolotl YAML.
 
     Args:
-        path: of the file.
         base: a folder with the base's config.json, if the YAML names a model of the Hub.
         given: `gpus`, and `steps` or `rows` instead of the YAML's; see `from_values`.
 

@@ -44,7 +44,6 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
     """Return the training lines of local JSON lines files, or None if any part of the data is elsewhere.
 
     Args:
-        cfg: the values of the YAML.
         notes: what was assumed is added here.
         needed: whether the number of steps depends on the rows, so that a missing file is worth a note.
     """

@@ -33,7 +33,6 @@ def _part(folder: Path, file: Path) -> Iterator[Path]:
     systems) they stay.
 
     Args:
-        folder: where to make it.
         file: the file or folder that will be written, for its name and for errors.
     """
     _remove_left_parts(folder)

@@ -65,9 +65,6 @@ def new_figure(path: Path, size: tuple[float, float], *more: Path) -> Iterator[A
         path: the file; its ending selects the format.
         size: width and height in inches.
         more: files for the same figure.
-
-    Raises:
-        PoSEError: matplotlib is missing.
     """
     require_matplotlib()
     import matplotlib

@@ -316,7 +316,6 @@ class Pace:
         """Reserve the next start. Returns the seconds until then.
 
         Args:
-            now: seconds of a monotonic clock.
             tokens: of the prompt and its longest answer.
         """
         start = max(now, self._free)

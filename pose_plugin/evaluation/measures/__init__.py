@@ -45,7 +45,6 @@ def options_of(measures: Iterable[type[Measure]], defaults: bool = False) -> dic
     """Return the options of measures by name; the descriptions name the measures that have it.
 
     Args:
-        measures: whose options.
         defaults: whether the descriptions also name the defaults.
     """
     declared: dict[str, list[tuple[str, FieldInfo]]] = {}
@@ -105,8 +104,6 @@ def require_effect(given: dict[str, Any], chosen: Sequence[type[Measure]], spell
     """Raise PoSEError for an option that none of the measures has: it would silently do nothing.
 
     Args:
-        given: options by name.
-        chosen: the measures.
         spelled: how the user writes an option.
     """
     complaints = Complaints()
@@ -125,9 +122,6 @@ def make(
     """Return measures, each with the options that it has.
 
     Args:
-        chosen: the measures.
-        options: by name.
-        texts: of the user.
         read: of the name of an option and its file, the text of the file.
     """
     files = [name for name, option in options_of(chosen).items() if hints(option).get("file")]

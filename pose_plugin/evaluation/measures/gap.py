@@ -27,8 +27,6 @@ def gap_probe(model: Any, tokenizer: Any, texts: str | Sequence[Any], lengths: S
     """Measure the loss of near tokens at far positions; `options` are the fields of `Gap`.
 
     Args:
-        model: a causal language model with rotary positions.
-        tokenizer: its tokenizer.
         texts: texts, or their token ids without special tokens.
         lengths: farthest position + 1 of each probe; no memory for that many tokens is needed. The piece without a
             gap is always measured too.

@@ -138,7 +138,6 @@ def served(model: Any, tokenizer: Any, kept: Answers) -> Any:
 
     Args:
         model: a `ServedModel`.
-        tokenizer: its tokenizer.
         kept: its answers so far; new ones are kept there.
     """
     from lm_eval.api.model import LM

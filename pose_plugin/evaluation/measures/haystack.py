@@ -236,11 +236,9 @@ def build(tokenizer: Any, wording: Wording, filler: Sequence[int], length: int, 
     A fact goes behind the last line break before its depth, so that it cuts no line.
 
     Args:
-        tokenizer: a transformers tokenizer.
         wording: intro, fact and names; at least `count` names.
         filler: token ids of a real text, at least as many as the facts leave room for.
         length: in tokens, questions not counted.
-        count: number of facts.
         seed: of names and keys.
 
     Raises:
@@ -283,14 +281,8 @@ def ask(model: Any, tokenizer: Any, cache: Any, facts: Sequence[Fact], question:
     """Ask for each fact alone on the cache of its text.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
         cache: of the text, as `cached` returns it; it stays as it was.
-        facts: what is asked for.
         question: with `{name}`; the answer follows it.
-
-    Returns:
-        one answer per fact, in order.
     """
     from pose_plugin.evaluation.generation import answer
 

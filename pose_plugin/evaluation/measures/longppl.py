@@ -34,7 +34,6 @@ def longppl(
     """Measure LongPPL; `options` are the fields of `LongPPL`.
 
     Args:
-        model: a causal language model.
         judge: the evaluator, a model that can use the lengths and has the same tokenizer.
         tokenizer: of both.
         texts: texts, or their token ids without special tokens; each is cut to its first `length` tokens.

@@ -34,8 +34,6 @@ def perplexity(
     """Measure sliding-window perplexity; `options` are the fields of `Perplexity`.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
         texts: texts, or their token ids without special tokens. Those shorter than the largest length are left out
             at every length.
         lengths: window sizes in tokens, the begin-of-text token included.
@@ -177,7 +175,6 @@ def tokenized(
     """Return the token ids of each text that fills a window.
 
     Args:
-        tokenizer: a transformers tokenizer.
         texts: texts, or their token ids without special tokens.
         length: of the window in tokens.
         begin: ids before every window.

@@ -26,10 +26,8 @@ def fitted(
     """Return the question of about the largest size whose prompt has at most `room` tokens.
 
     Args:
-        ask: the question.
         seed: each size is built from the same seed.
         ids_of: returns the token ids of a text.
-        room: in tokens.
         guess: a size to try first, e.g. that of the last question.
         filled: the share of the room that is enough. Sizes are tried until it is reached, or until one more unit
             does not fit.

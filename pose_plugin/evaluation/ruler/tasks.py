@@ -73,7 +73,6 @@ class Task:
         """Return a question.
 
         Args:
-            data: texts and words.
             number: of the question in the pool.
             length: of the prompt in tokens.
             count: returns the tokens of a text.
