@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pose_plugin.cli.main import COMMANDS
+from pose_plugin.cli.main import add_arguments
 from pose_plugin.cli.parser import Parser
 from tests.models import make_llama, save
 from tests.pages import PAGES, ROOT, blocks
@@ -46,9 +45,8 @@ def check(words: list[str]) -> None:
     """Raise AssertionError or PoSEError if a program does not take a command, or a file of it is missing."""
     match words:
         case ["pose-plugin" | "pose_plugin", name, *rest]:
-            module, add, _ = COMMANDS[name]
             parser = Parser()
-            getattr(import_module(f"pose_plugin.cli.{module}"), add)(parser)
+            add_arguments(name, parser)
             parser.read(rest)
         case ["axolotl", "pose", *rest]:
             check(["pose-plugin", *rest])

@@ -16,54 +16,22 @@ from pose_plugin.utils.errors import PoSEError, did_you_mean, shown
 from pose_plugin.utils.files import OF_THE_DISK, space_left
 from pose_plugin.utils.log import printable
 
-# Command: (its module in this folder, the function there that adds its options, its line in the help).
+# Command: its line in the help.
 COMMANDS = {
-    "init": (
-        "init",
-        "add_arguments",
-        "write a complete Axolotl YAML or TRL script for a base, a data set and GPUs, with the reason for each choice",
-    ),
-    "plan": (
-        "plan",
-        "add_arguments",
-        "show what a training run will do: window, RoPE, distances, tokens and memory, from its config alone",
-    ),
-    "coverage": (
-        "coverage",
-        "add_arguments",
-        "show which distances a setting trains, and in how many rows, before anything is trained",
-    ),
-    "synthesize": (
-        "synthesize",
-        "add_arguments",
-        "make long-document question answering data from your own documents, with any OpenAI-compatible server",
-    ),
-    "check": (
-        "checkpoints",
-        "add_check",
-        "reload a saved folder in a clean process and compare it with the model that was trained",
-    ),
-    "doctor": (
-        "doctor",
-        "add_arguments",
-        "find out why a folder of any trainer, or a running server, does not use its long window",
-    ),
-    "evaluate": (
-        "evaluate",
-        "add_arguments",
-        "measure retrieval, perplexity and more by length, for several models and adapters side by side",
-    ),
-    "export": (
-        "checkpoints",
-        "add_export",
-        "print the lines that serve a saved folder with an engine, and write the files that the engine needs",
-    ),
-    "card": (
-        "checkpoints",
-        "add_card",
-        "write or renew a saved folder's model card, with the tables and pictures of an evaluation",
-    ),
+    "init": "write a complete Axolotl YAML or TRL script for a base, a data set and GPUs, with the reason for each "
+    "choice",
+    "plan": "show what a training run will do: window, RoPE, distances, tokens and memory, from its config alone",
+    "coverage": "show which distances a setting trains, and in how many rows, before anything is trained",
+    "synthesize": "make long-document question answering data from your own documents, with any OpenAI-compatible "
+    "server",
+    "check": "reload a saved folder in a clean process and compare it with the model that was trained",
+    "doctor": "find out why a folder of any trainer, or a running server, does not use its long window",
+    "evaluate": "measure retrieval, perplexity and more by length, for several models and adapters side by side",
+    "export": "print the lines that serve a saved folder with an engine, and write the files that the engine needs",
+    "card": "write or renew a saved folder's model card, with the tables and pictures of an evaluation",
 }
+# Several commands in one module: `check` is in `checkpoints`, as `add_check`. Others have a module of their name.
+_MODULES = dict.fromkeys(("check", "export", "card"), "checkpoints")
 # Set to anything to see where an error came from, instead of one sentence.
 TRACEBACK = "POSE_TRACEBACK"
 
@@ -92,10 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    module, add, summary = COMMANDS[name]
-    parser = Parser(prog=f"pose-plugin {name}", description=summary)
-    run: Callable[[argparse.Namespace], int] = getattr(import_module(f"pose_plugin.cli.{module}"), add)(parser)
+    parser = Parser(prog=f"pose-plugin {name}", description=COMMANDS[name])
+    run = add_arguments(name, parser)
     return run(parser.read(words))
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of a command and return the function that runs it."""
+    module = import_module(f"pose_plugin.cli.{_MODULES.get(name, name)}")
+    add = getattr(module, f"add_{name}" if name in _MODULES else "add_arguments")
+    run: Callable[[argparse.Namespace], int] = add(parser)
+    return run
 
 
 def _without_command(line: list[str]) -> int:
@@ -107,7 +82,7 @@ def _without_command(line: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pose-plugin {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (_, _, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
     if line and not line[0].startswith("-"):
         raise PoSEError(f"{shown(line[0])} is not a command{did_you_mean(line[0], COMMANDS)}; see pose-plugin --help")
