@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from pathlib import Path
 
 from pose_plugin import BeaconConfig
@@ -34,11 +36,14 @@ def table(model: type) -> str:
 def beacons() -> str:
     lines = ["| key | default | type | meaning |", "|---|---|---|---|"]
     known = {field.name: field for field in dataclasses.fields(BeaconConfig)}
+    described = inspect.getdoc(BeaconConfig).partition("Args:\n")[2].partition("\n\n")[0]
+    _, *parts = re.split(r"^    (\w+): ", described, flags=re.M)
+    meaning = {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
     for name, annotation in BeaconConfig.__annotations__.items():
         field = known[name]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         kind = str(annotation).removesuffix(" | None").replace(" | ", " or ")
-        lines.append(f"| `{name}` | {_text(default)} | {kind} | {field.metadata['help']} |")
+        lines.append(f"| `{name}` | {_text(default)} | {kind} | {meaning[name]} |")
     return "\n".join(lines)
 
 

@@ -41,50 +41,33 @@ class BeaconConfig(PeftConfig):
         rank: 0 copies each projection; r > 0 adds a delta of rank r to the base's projection for beacon rows.
         target_modules: projections that beacons get a copy or delta of: by default q, k, v and o. Keys and values must
             be among them; MLP projections may be.
-        exclude_modules: names to leave out.
+        exclude_modules: projections to leave out.
         gradient_intervals: with n, memory older than n intervals is read without gradient. What newer beacons have read
             of it still gets one. None: all memory is read with gradient.
-        dtype: of the beacon parameters, e.g. "float32"; None uses the base's.
-        seed: of the training ratios.
+        dtype: type of the beacon parameters, e.g. "float32"; None uses the base's.
+        seed: seed of the training ratios.
 
     Raises:
         PoSEError: a value that cannot work.
     """
 
-    interval: int = field(default=1024, metadata={"help": "Tokens that are condensed together."})
-    window: int | None = field(default=None, metadata={"help": "Most positions to use; None: the model's window."})
-    layout: str = field(default="v1", metadata={"help": "v1 (beacons after the interval) or v2 (interleaved)."})
-    mask: str = field(default=STEPWISE, metadata={"help": "What v1 beacons see: stepwise, segmentation or full."})
-    attend_previous: bool = field(default=True, metadata={"help": "Whether beacons attend to the memory."})
-    overlap: int = field(
-        default=0, metadata={"help": "Last tokens of each interval that the next one still sees uncondensed."}
-    )
-    sinks: int = field(default=0, metadata={"help": "First tokens of a text that stay in memory uncondensed."})
-    ratio: int | str = field(
-        default=ADAPT, metadata={"help": "Outside training: adapt (the smallest that fits) or a number."}
-    )
-    train_ratio: int | str = field(
-        default=RANDOM,
-        metadata={"help": "In training: random (per interval), instance (per text), adapt, or a number."},
-    )
-    ratios: list[int] = field(
-        default_factory=lambda: list(CANDIDATES), metadata={"help": "Ratios that adapt and training choose from."}
-    )
-    headroom: int = field(default=1024, metadata={"help": "Tokens that adapt reserves for generation."})
-    rank: int = field(
-        default=0, metadata={"help": "0: full copies of the projections; r > 0: low-rank updates of rank r."}
-    )
-    target_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "Projections that beacons get a copy or update of; None: q, k, v, o."}
-    )
-    exclude_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "Modules to exclude from target_modules."}
-    )
-    gradient_intervals: int | None = field(
-        default=None, metadata={"help": "n: memory older than n intervals is read without gradient; None: all with it."}
-    )
-    dtype: str | None = field(default=None, metadata={"help": "dtype of the beacon parameters; None: the base's."})
-    seed: int = field(default=0, metadata={"help": "Seed for the random training ratios."})
+    interval: int = 1024
+    window: int | None = None
+    layout: str = "v1"
+    mask: str = STEPWISE
+    attend_previous: bool = True
+    overlap: int = 0
+    sinks: int = 0
+    ratio: int | str = ADAPT
+    train_ratio: int | str = RANDOM
+    ratios: list[int] = field(default_factory=lambda: list(CANDIDATES))
+    headroom: int = 1024
+    rank: int = 0
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    gradient_intervals: int | None = None
+    dtype: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
