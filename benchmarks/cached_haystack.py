@@ -44,10 +44,11 @@ def one(folder: str, length: int, questions: int, prompts: int) -> dict[str, Any
         prompts: single prompts to time.
     """
     import torch
+    from recall.bands import ask
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pose_plugin.evaluation.generation import cached
-    from pose_plugin.evaluation.measures.haystack import Wording, ask, build
+    from pose_plugin.evaluation.measures.haystack import Wording, build
     from pose_plugin.evaluation.model import evaluating
     from pose_plugin.evaluation.prompts import token_ids
 

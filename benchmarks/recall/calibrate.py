@@ -20,11 +20,11 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import RESULTS, machine, markdown  # noqa: E402
 from recall import texts, words  # noqa: E402
-from recall.bands import by_band  # noqa: E402
+from recall.bands import ask, by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
 
 from pose_plugin.evaluation.generation import cached  # noqa: E402
-from pose_plugin.evaluation.measures.haystack import Wording, ask, build  # noqa: E402
+from pose_plugin.evaluation.measures.haystack import Wording, build  # noqa: E402
 
 OUTPUT = RESULTS / "recall_calibration.json"
 

@@ -27,14 +27,14 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import RESULTS, machine, markdown  # noqa: E402
 from recall import texts  # noqa: E402
-from recall.bands import BANDS, FAR_BANDS, by_band  # noqa: E402
+from recall.bands import BANDS, FAR_BANDS, Answer, ask, by_band  # noqa: E402
 from recall.rows import load_rows, save_row  # noqa: E402
 from recall.run import TITLES  # noqa: E402
 from recall.settings import COUNT, FAR, JUDGED, JUDGED_FAR, LENGTH, PILOT, WITHIN, WORDING, Place  # noqa: E402
 from recall.texts import NEAR  # noqa: E402
 
 from pose_plugin.evaluation.generation import cached  # noqa: E402
-from pose_plugin.evaluation.measures.haystack import Answer, ask, build  # noqa: E402
+from pose_plugin.evaluation.measures.haystack import build  # noqa: E402
 
 
 def main() -> None:

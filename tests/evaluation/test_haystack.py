@@ -210,5 +210,5 @@ def test_prompts_answers_and_bands_are_those_fixed_before_the_experiment(recall,
     distances = [distance for distance, _ in fixed["bands"]]
     named = [["{}-{}".format(*code.band(distance, bands.BANDS)) for distance in distances], distances]
     assert named == [[name for _, name in fixed["bands"]], distances]
-    answers = [code.Answer("a", "1", distance, "", i % 3 == 0) for i, distance in enumerate(distances)]
+    answers = [bands.Answer("a", "1", distance, "", i % 3 == 0) for i, distance in enumerate(distances)]
     assert {name: list(counts) for name, counts in bands.by_band(answers).items()} == fixed["counts"]

@@ -114,17 +114,6 @@ class FactQuestion:
         return len(self.text.ids)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a model answered to one question; `found` is whether it gave the key."""
-
-    name: str
-    key: str
-    distance: int
-    answer: str
-    found: bool
-
-
 def haystack(model: Any, tokenizer: Any, texts: str | Sequence[Any], lengths: Sequence[int], **options: Any) -> Result:
     """Measure retrieval by distance; `options` are the fields of `Haystack`.
 
@@ -275,25 +264,6 @@ def _line_end(tokenizer: Any, filler: Sequence[int], place: int, reach: int = 20
 def filled(template: str, name: str, key: str = "") -> str:
     """Return a template with a name and a key in it; other braces stay."""
     return template.replace("{name}", name).replace("{key}", key)
-
-
-def ask(model: Any, tokenizer: Any, cache: Any, facts: Sequence[Fact], question: str) -> list[Answer]:
-    """Ask for each fact alone on the cache of its text.
-
-    Args:
-        cache: of the text, as `cached` returns it; it stays as it was.
-        question: with `{name}`; the answer follows it.
-    """
-    from pose_plugin.evaluation.generation import answer
-
-    asked = [token_ids(tokenizer, filled(question, fact.name)) for fact in facts]
-    # One token per digit is the most that a tokenizer takes; a space and a line break may be before them.
-    written = answer(model, cache, asked, max(len(fact.key) for fact in facts) + 2)
-    texts = [tokenizer.decode(ids) for ids in written]
-    return [
-        Answer(fact.name, fact.key, fact.distance, text, score(text, fact.key))
-        for fact, text in zip(facts, texts, strict=True)
-    ]
 
 
 def score(text: str, key: str) -> bool:
