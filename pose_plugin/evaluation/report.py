@@ -10,7 +10,6 @@ import csv
 import datetime
 import io
 import json
-import math
 import platform
 import re
 from collections.abc import Iterable, Sequence
@@ -233,7 +232,8 @@ def to_json(report: Report, files: Sequence[str] = ()) -> str:
         ],
         "files": sorted(files),
     }
-    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def csv_files(report: Report) -> dict[str, str]:
@@ -314,11 +314,3 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))] for line in cells
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
