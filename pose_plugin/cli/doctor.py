@@ -194,17 +194,6 @@ def _as_text(folder: Folder, problems: list[Problem]) -> str:
 def _as_dict(folder: Folder, problems: list[Problem]) -> dict[str, object]:
     return {
         "folder": str(folder.path),
-        "problems": [
-            {
-                "cause": problem.cause,
-                "severity": problem.finding.severity,
-                "key": problem.finding.key,
-                "value": problem.finding.value,
-                "happens": problem.finding.happens,
-                "fix": problem.finding.fix,
-                "mendable": bool(problem.changes),
-            }
-            for problem in problems
-        ],
+        "problems": [{"cause": each.cause, **vars(each.finding), "mendable": bool(each.changes)} for each in problems],
         "engines": [vars(row) for row in readings(folder)],
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,10 +50,6 @@ class BeaconPlan:
     readable: int
     headroom: int
     refused: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def plan_beacon(cfg: Mapping[str, Any], config: Any, text: int) -> BeaconPlan | None:

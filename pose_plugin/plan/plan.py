@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -113,7 +113,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "hours": plan.hours,
         "hours_full_length": plan.hours_full_length,
-        "beacon": plan.beacon.as_dict() if plan.beacon else None,
+        "beacon": asdict(plan.beacon) if plan.beacon else None,
         "coverage": [bucket.__dict__ for bucket in plan.buckets],
         "parameters": {"all": plan.model.total, "trained": plan.memory.trained_parameters},
         "memory_bytes": {**plan.memory.parts(), "total": plan.memory.total},
