@@ -152,8 +152,7 @@ class EvaluationCallback(TrainerCallback):
                         raise
                     log.warning("%s is not measured at %d: %s", measure.name, n, error)
             del evaluator
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return answers
 
     def _measure(self, args: Any, state: Any, control: Any, model: Any) -> None:
@@ -199,8 +198,7 @@ class EvaluationCallback(TrainerCallback):
                         "step %d: %s is not measured at %s, the training goes on: %s", step, measure.name, listed, text
                     )
                 self._named[measure.name].update(left_out)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
                 break
         return parts
 
