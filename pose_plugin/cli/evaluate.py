@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         if session.ranks.rank == 0:
             print(session.forecast(sources))
         return 0
-    session.open()
+    session.kept.open(session.ranks)
     report = Report([], trained, target)
     try:
         if evaluator is not None:
@@ -135,15 +135,11 @@ def _run(args: argparse.Namespace) -> int:
         print(f"\nStopped. What is finished is kept in {output}; the same command resumes from there.")
         raise
     _finish(report, output, figures=not args.no_figures)
-    return 1 if session.failed else 0
+    return 1 if session.left_out.failed else 0
 
 
 class _Asked:
-    """What the options ask for, read before anything heavy is imported.
-
-    Raises:
-        PoSEError: all options that cannot work, one line each.
-    """
+    """What the options ask for, read before anything heavy is imported."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._complaints = Complaints()
@@ -177,8 +173,8 @@ class _Asked:
 
 
 def _measure(session: Any, sources: list[Source], report: Report) -> None:
+    from pose_plugin.evaluation.kept import writing
     from pose_plugin.evaluation.report import write
-    from pose_plugin.evaluation.run import writing
 
     for number, source in enumerate(sources, 1):
         print(f"[{number}/{len(sources)}] {source.name}: {source.path}", flush=True)
@@ -186,13 +182,13 @@ def _measure(session: Any, sources: list[Source], report: Report) -> None:
             # The same model with more results each time, so that an interruption keeps what there is.
             report.models[number - 1 :] = [result]
             result.notes[:] = [*source.notes, *_beyond(source, session.lengths), *session.notes(source)]
-            with writing(session.output):
-                write(report, session.output)
+            with writing(session.kept.folder):
+                write(report, session.kept.folder)
 
 
 def _finish(report: Report, output: Path, figures: bool) -> None:
+    from pose_plugin.evaluation.kept import writing
     from pose_plugin.evaluation.report import markdown, write
-    from pose_plugin.evaluation.run import writing
 
     pictures: list[Any] = []
     with writing(output):
@@ -277,7 +273,6 @@ def _evaluator(measures: list[Measure], sources: list[Source], variants: int) ->
     """Return the model that measures ask: one of the models or another. None if none asks.
 
     Args:
-        sources: the models in this process.
         variants: how many of them, behind the first, are variants of it; the default is the last of the others.
     """
     asking = [measure for measure in measures if measure.needs_evaluator]

@@ -260,22 +260,3 @@ class Report:
     def measures(self) -> list[str]:
         """Names of what was measured of any model."""
         return list(dict.fromkeys(name for model in self.models for name in model.results))
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """What could not be measured.
-
-    Attributes:
-        who: name of the model; None for all.
-        name: names of the measures.
-        length: in tokens; 0 for all.
-        reason: to read.
-        longer: whether longer ones were not tried.
-    """
-
-    who: str | None
-    name: str
-    length: int
-    reason: str
-    longer: bool

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pose_plugin._version import __version__
 from pose_plugin.checkpoints.load import Source, load, place
-from pose_plugin.evaluation import fingerprints
 from pose_plugin.evaluation.asking import Asking
+from pose_plugin.evaluation.kept import Kept
+from pose_plugin.evaluation.left_out import AllLeftOut, LeftOut
 from pose_plugin.evaluation.measure import Measure, Windows, prepare_where_possible, require_same_tokens, tokens_of
 from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_fits, require_room
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.questions import Answers, groups, unanswered
 from pose_plugin.evaluation.ranks import Ranks
-from pose_plugin.evaluation.results import LeftOut, ModelResult, Result, joined
+from pose_plugin.evaluation.results import ModelResult, Result, joined
 from pose_plugin.evaluation.served import ServedModel, ServedSource, cost
 from pose_plugin.utils.errors import Complaints, PoSEError
-from pose_plugin.utils.journal import Journal, digest
+from pose_plugin.utils.journal import digest
 from pose_plugin.utils.log import log
 from pose_plugin.utils.server import ServerGoneError
 from pose_plugin.utils.tables import counted
@@ -33,18 +32,10 @@ class Session:
     """Measures models, and keeps what is finished in a folder.
 
     Args:
-        measures: what is measured.
-        lengths: in tokens.
-        output: the folder.
-        dtype: as `load` takes it.
-        device: as `load` takes it.
+        dtype, device: as `load` takes them.
         fresh: ignore what the folder holds.
         where_possible: leave out lengths that a measure cannot be measured at, or that do not fit in memory. Else the
             first is an error, and the second counts as a failure.
-
-    Attributes:
-        left_out: what could not be measured.
-        failed: whether some of it should have been measured.
     """
 
     def __init__(
@@ -57,20 +48,16 @@ class Session:
         fresh: bool = False,
         where_possible: bool = False,
     ) -> None:
-        self.measures, self.lengths, self.where_possible = measures, list(lengths), where_possible
+        self.measures, self.lengths = measures, list(lengths)
         self.ranks = Ranks()
-        self.output, self.dtype, self.device, self.fresh = output, dtype, device or self.ranks.device(), fresh
-        self.left_out: list[LeftOut] = []
-        self.failed = False
+        self.dtype, self.device = dtype, device or self.ranks.device()
+        self.kept = Kept(output, dtype, fresh)
+        self.left_out = AllLeftOut(where_possible)
         self._prepared: dict[str, list[Measure]] = {}
         self._answers: dict[str, Answers] = {}
         self._said: dict[str, dict[int, Any]] = {}  # by the evaluator, per measure and length
         self._tokens: dict[str, str] = {}
         self._alone = True
-        with writing(output):
-            self.journal = Journal(output / fingerprints.FINISHED)
-        if fresh:
-            self.journal.rows = {}
 
     def check(self, sources: Sequence[Source], evaluator: Source | None, windows: Windows) -> None:
         """Check everything that can be checked without weights.
@@ -92,7 +79,7 @@ class Session:
                 if not served:
                     # Before long prompts are made that no memory could read.
                     require_room(source.config, min(self.lengths), device)
-                self._answers[source.name] = Answers(self.journal, self._identity(source))
+                self._answers[source.name] = self.kept.answers(source)
                 possible = [measure for measure in self.measures if measure.on_a_server or not served]
                 self._prepared[source.name] = [measure.model_copy() for measure in possible]
                 for measure in self._prepared[source.name]:
@@ -105,33 +92,24 @@ class Session:
             self._recall(evaluator)
 
     def _prepare(self, measure: Measure, source: Source, evaluator: Source | None, windows: Windows) -> None:
-        if self.where_possible:
+        if self.left_out.where_possible:
             left_out, why = prepare_where_possible(measure, source.tokenizer, self.lengths, windows)
             if left_out:
                 listed = ", ".join(map(str, left_out))
                 print(f"{source.name}: {measure.name} is not measured at {listed}: {why}", flush=True)
-            self.left_out += [LeftOut(source.name, measure.name, n, why, longer=False) for n in left_out]
+            self.left_out.found += [LeftOut(source.name, measure.name, n, why) for n in left_out]
         else:
             measure.prepare(source.tokenizer, self.lengths, windows)
         if measure.needs_evaluator and evaluator is not None:
             measure.evaluator = evaluator.name  # type: ignore[attr-defined]
             require_same_tokens(measure, evaluator.tokenizer, source.tokenizer, evaluator.name, source.name)
 
-    def open(self) -> None:
-        """Create the folder, forget what `fresh` forgets, and raise PoSEError now if results cannot be kept."""
-        with writing(self.output):
-            if self.fresh and self.ranks.rank == 0:
-                self.journal.path.unlink(missing_ok=True)
-            # All have read the journal, and none has written to it: they divide the same work.
-            self.ranks.meet()
-            self.journal.open()
-
     def found(self, sources: Sequence[Source]) -> list[str]:
         """Return sentences on what the folder held before: results of other versions, and answers of servers."""
-        versions = sorted({str(row.get("version")) for row in self.journal.all()} - {__version__})
-        sentences = [
-            f"{self.output} also holds results of pose_plugin {', '.join(versions)}; they are kept there and not used"
-        ] if versions else []  # fmt: skip
+        sentences, versions = list[str](), ", ".join(self.kept.other_versions())
+        if versions:
+            where = self.kept.folder
+            sentences.append(f"{where} also holds results of pose_plugin {versions}; they are kept there and not used")
         for source in sources:
             kept = len(self._answers[source.name].rows())
             if isinstance(source, ServedSource) and kept:
@@ -165,7 +143,7 @@ class Session:
             owners = dict(zip(whole, self.ranks.owners(costs), strict=True))
             model = self._load(source)
             for i, (measure, n) in enumerate(missing):
-                if model is None or self._is_left_out(source, measure, n):
+                if model is None or self.left_out.has(source.name, measure.name, n):
                     continue
                 if isinstance(measure, Asking):
                     self._attempt(model, source, measure, n, partial(self._answer_part, model, source, measure, n, i))
@@ -180,10 +158,8 @@ class Session:
 
     def _join(self) -> None:
         """Read what all processes found, and what they left out."""
-        everyone = self.ranks.meet((self.left_out, self.failed))
-        found = {(each.who, each.name, each.length): each for left_out, _ in reversed(everyone) for each in left_out}
-        self.left_out, self.failed = list(found.values()), any(failed for _, failed in everyone)
-        self.journal.read()
+        self.left_out.join(self.ranks.meet((self.left_out.found, self.left_out.failed)))
+        self.kept.journal.read()
         # Nobody writes before all have read: they divide what is left in the same way.
         self.ranks.meet()
 
@@ -200,7 +176,8 @@ class Session:
     def _recall(self, evaluator: Source) -> None:
         """Read what the evaluator answered before."""
         for measure in self._asking(evaluator):
-            kept = {n: self.journal.get(self._key(evaluator, measure, n, "answer")) for n in measure.pieces()}
+            keys = {n: self.kept.key(evaluator, measure, n, "answer") for n in measure.pieces()}
+            kept = {n: self.kept.journal.get(key) for n, key in keys.items()}
             self._said[measure.name] = {n: rows[-1]["result"] for n, rows in kept.items() if rows}
 
     def _asking(self, evaluator: Source) -> list[Measure]:
@@ -211,7 +188,7 @@ class Session:
         for measure in self._asking(evaluator):
             answers = self._said[measure.name]
             for number, n in enumerate(measure.pieces()):
-                known = n in answers or self._is_left_out(None, measure, n)
+                known = n in answers or self.left_out.has(None, measure.name, n)
                 if known or (ranks and not ranks.mine([n], number)):
                     continue
                 try:
@@ -222,9 +199,10 @@ class Session:
                 except Exception as error:
                     reason = PoSEError(f"the evaluator {evaluator.name}: {_foreseen(error, evaluator, n)}")
                     # Longer ones need more.
-                    self._leave_out(None, measure.name, n, reason, isinstance(error, TooLittleMemory))
+                    self.left_out.add(None, measure.name, n, reason, isinstance(error, TooLittleMemory))
                     continue
-                self._keep(self._key(evaluator, measure, n, "answer"), evaluator, measure, n, answers[n])
+                key = self.kept.key(evaluator, measure, n, "answer")
+                self.kept.keep(key, evaluator, measure, n, answers[n])
 
     def results(self, source: Source) -> Iterator[ModelResult]:
         """Yield the model's results after each measure, more of them each time."""
@@ -237,8 +215,7 @@ class Session:
                 row.results[measure.name] = joined(parts)
             yield row
         del model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _judge_answered(self, source: Source) -> None:
         """Judge lengths whose questions all have answers, as after other processes; this needs no model."""
@@ -249,7 +226,7 @@ class Session:
             if not isinstance(measure, Asking) or (measure.name, n) not in asked:
                 continue
             if not unanswered(measure.questions(n), answers):
-                self._keep(self._key(source, measure, n), source, measure, n, measure.run(None, n).to_dict())
+                self._keep(source, measure, n, measure.run(None, n))
 
     def notes(self, source: Source) -> list[str]:
         """Return what was left out and what cannot be compared, for the report."""
@@ -257,13 +234,7 @@ class Session:
         logits = [measure.name for measure in self.measures if not measure.on_a_server]
         if isinstance(source, ServedSource) and logits:
             notes.append(f"{', '.join(logits)} cannot be measured: servers do not return logits")
-        lengths: dict[tuple[str, str], list[str]] = {}
-        for each in self.left_out:
-            if each.who in (None, source.name):
-                lengths.setdefault((each.name, each.reason), []).extend([str(each.length)] if each.length else [])
-        notes += [
-            f"{name}{' at ' + ', '.join(at) if at else ''} was left out: {why}" for (name, why), at in lengths.items()
-        ]
+        notes += self.left_out.notes(source.name)
         first = next(iter(self._tokens))
         if self._tokens[source.name] != self._tokens[first]:
             notes.append(
@@ -274,8 +245,8 @@ class Session:
 
     def _parts(self, model: Any, source: Source, measure: Measure) -> Iterator[Result]:
         for n in measure.pieces():
-            found = _readable(self.journal.get(self._key(source, measure, n)))
-            if found is None and model is not None and not self._is_left_out(source, measure, n):
+            found = self.kept.result(self._key(source, measure, n))
+            if found is None and model is not None and not self.left_out.has(source.name, measure.name, n):
                 found = self._measure(model, source, measure, n)
             if found is not None:
                 yield found
@@ -284,7 +255,7 @@ class Session:
         """Measure one length and keep the result; None if it is left out."""
         part: Result | None = self._attempt(model, source, measure, n, partial(measure.run, model, n))
         if part is not None:
-            self._keep(self._key(source, measure, n), source, measure, n, part.to_dict())
+            self._keep(source, measure, n, part)
         return part
 
     def _attempt(self, model: Any, source: Source, measure: Measure, n: int, run: Callable[[], Any]) -> Any:
@@ -297,9 +268,8 @@ class Session:
             # Too little memory, data of lm-eval that is missing, positions that end before n, …: the rest goes on.
             # Longer ones need more memory, and a lost server answers nothing.
             longer = isinstance(error, TooLittleMemory | ServerGoneError)
-            self._leave_out(source.name, measure.name, n, _foreseen(error, source, n), longer)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            self.left_out.add(source.name, measure.name, n, _foreseen(error, source, n), longer)
+            torch.cuda.empty_cache()
             if isinstance(error, ServerGoneError) and self._alone:
                 raise
             return None
@@ -318,62 +288,26 @@ class Session:
             if self._alone:
                 raise
             # The other models are worth their own results.
-            self._leave_out(source.name, ", ".join(dict.fromkeys(measure.name for measure, _ in missing)), 0, error)
+            self.left_out.add(source.name, ", ".join(dict.fromkeys(measure.name for measure, _ in missing)), 0, error)
             return None
 
     def _open(self, source: Source) -> Any:
         return source.model if isinstance(source, ServedSource) else load(source, self.dtype, self.device)
-
-    def _leave_out(self, who: str | None, name: str, n: int, error: PoSEError, longer: bool = False) -> None:
-        print(f"  {name}{f' at {n}' if n else ''} is left out: {error}", flush=True)
-        self.failed |= not (self.where_possible and isinstance(error, TooLittleMemory))
-        more = "; longer ones were not tried" if longer else ""
-        self.left_out.append(LeftOut(who, name, n, f"{error}{more}", longer))
-
-    def _is_left_out(self, source: Source | None, measure: Measure, n: int) -> bool:
-        who = source and source.name
-        return any(
-            each.who == who
-            and measure.name in each.name.split(", ")
-            and (each.length in (0, n) or (each.longer and n > each.length))
-            for each in self.left_out
-        )
 
     def _missing(self, source: Source) -> list[tuple[Measure, int]]:
         return [
             (measure, n)
             for measure in self._prepared[source.name]
             for n in measure.pieces()
-            if _readable(self.journal.get(self._key(source, measure, n))) is None
-            and not self._is_left_out(source, measure, n)
+            if self.kept.result(self._key(source, measure, n)) is None
+            and not self.left_out.has(source.name, measure.name, n)
         ]
 
-    def _key(self, source: Source, measure: Measure, n: int, what: str = "result") -> str:
-        """Return the hash of all that a result depends on."""
-        return digest({
-            "what": what,
-            "measure": measure.name,
-            "length": n,
-            "model": self._identity(source),
-            "options": measure.depends(),
-            "answer": self._said.get(measure.name, {}).get(n) if what == "result" else None,
-        })  # fmt: skip
+    def _key(self, source: Source, measure: Measure, n: int) -> str:
+        return self.kept.key(source, measure, n, "result", self._said.get(measure.name, {}).get(n))
 
-    def _identity(self, source: Source) -> str:
-        """Return the hash of all that a model's answers depend on; the display name does not count."""
-        return digest({
-            "weights": [
-                fingerprints.of_model(source.base), source.revision, fingerprints.of_model(source.path)
-            ],
-            "config": source.config.to_dict(),
-            "dtype": self.dtype,
-            # Another version may ask otherwise.
-            "version": __version__,
-        })  # fmt: skip
-
-    def _keep(self, key: str, source: Source, measure: Measure, n: int, result: Any) -> None:
-        with writing(self.output):
-            self.journal.add(key, name=source.name, measure=measure.name, length=n, version=__version__, result=result)
+    def _keep(self, source: Source, measure: Measure, n: int, result: Result) -> None:
+        self.kept.keep(self._key(source, measure, n), source, measure, n, result.to_dict())
 
     def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], source: Source) -> str:
         if isinstance(model, ServedModel):
@@ -389,25 +323,6 @@ class Session:
                 f"{source.path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or "
                 "--dtype"
             ) from error
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raise PoSEError if the disk refuses: no permission, no space, a file where a folder should be, …"""
-    try:
-        yield
-    except OSError as error:
-        raise PoSEError(
-            f"--output {folder} cannot be used ({error}); name a folder that can be written. What is finished is kept"
-        ) from error
-
-
-def _readable(rows: Sequence[dict[str, Any]]) -> Result | None:
-    """Return the last result that was kept, or None if it cannot be parsed; then it is measured again."""
-    try:
-        return Result.from_dict(rows[-1]["result"]) if rows else None
-    except (KeyError, TypeError, AttributeError):
-        return None
 
 
 def _foreseen(error: Exception, source: Source, n: int) -> PoSEError:

@@ -13,7 +13,7 @@ from pose_plugin.checkpoints import load as loading
 from pose_plugin.checkpoints.load import describe, extended
 from pose_plugin.cli import evaluate as command
 from pose_plugin.cli import main as cli
-from pose_plugin.evaluation import run as session
+from pose_plugin.evaluation import kept
 from pose_plugin.evaluation.fingerprints import FINISHED
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.measures import MEASURES, harness
@@ -56,7 +56,7 @@ def keys(folder, tmp_path, monkeypatch):
         prepared = {measure.name: measure for measure in run._prepared[source.name]}
         run._said["longppl"] = {length: [list(answer)]}
         found = {name: run._key(source, measure, length) for name, measure in prepared.items()}
-        found["answer"] = run._key(source, prepared["longppl"], length, "answer")
+        found["answer"] = run.kept.key(source, prepared["longppl"], length, "answer")
         assert len(set(found.values())) == len(ALL)
         return found
 
@@ -157,7 +157,7 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     assert changed(newer, keys(source)) == set()
     touch(tmp_path / "own" / "deeper" / "a.yaml")
     assert changed(newer, keys(source)) == {"harness"}
-    monkeypatch.setattr(session, "__version__", "9")
+    monkeypatch.setattr(kept, "__version__", "9")
     assert changed(again, keys(source)) == set(ALL)
 
 
@@ -236,7 +236,7 @@ def test_results_that_nobody_can_read_are_measured_anew(folder, tmp_path, capsys
                  tmp_path / "t.txt", "--max-windows", 1, "--output", out]  # fmt: skip
     assert evaluate(*arguments) == 0
     whole, first = [row for row in rows(out) if "result" in row], (out / "results.json").read_text(encoding="utf-8")
-    assert {row["version"] for row in whole} == {session.__version__} and len(whole) == 6
+    assert {row["version"] for row in whole} == {kept.__version__} and len(whole) == 6
     # With a new result, the answers to the two passkey prompts are new too.
     damages = [
         lambda r: {**r, "result": [1]},
@@ -252,7 +252,7 @@ def test_results_that_nobody_can_read_are_measured_anew(folder, tmp_path, capsys
         assert evaluate(*arguments) == 0
         assert len(rows(out)) == 13 and (out / "results.json").read_text(encoding="utf-8") == first
     capsys.readouterr()
-    monkeypatch.setattr(session, "__version__", "9.0")
+    monkeypatch.setattr(kept, "__version__", "9.0")
     assert evaluate(*arguments) == 0 and len(rows(out)) == 21
     assert f"results of pose_plugin {whole[0]['version']}" in capsys.readouterr().out
 
@@ -322,7 +322,7 @@ def test_key_tokens_that_another_process_has_found_count(folder, tmp_path, monke
         run = Session([LongPPL(texts=[TEXT], short_context=100)], [400, 500], tmp_path / "out", "auto", "cpu")
         run.ranks = Ranks(rank, 2)
         run.check([source], source, Windows())
-        run.open()
+        run.kept.open(run.ranks)
         # The second one comes when the first one has finished its part, as if they had waited for each other.
         run._ask(source, run.ranks) if rank == 1 else run.ask(source)
         found.append((list(asked), run._prepared["base"][0].pieces()))
