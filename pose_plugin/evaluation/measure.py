@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from pose_plugin.config import PositiveInt
-from pose_plugin.evaluation.prompts import leading_ids, plain_tokenizer, token_ids
+from pose_plugin.evaluation.prompts import ids_of_each, leading_ids, plain_tokenizer
 from pose_plugin.evaluation.results import Result, Row, Work, joined
 from pose_plugin.utils.errors import PoSEError
 
@@ -216,4 +216,4 @@ def require_same_tokens(measure: Measure, evaluator: Any, tokenizer: Any, name: 
 def tokens_of(tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
     """Return the ids that a tokenizer puts before every text, and those of each text."""
     tokenizer = plain_tokenizer(tokenizer)
-    return [leading_ids(tokenizer), *(token_ids(tokenizer, text) if isinstance(text, str) else text for text in texts)]
+    return [leading_ids(tokenizer), *ids_of_each(tokenizer, texts)]

@@ -234,3 +234,8 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text without special tokens."""
     # verbose=False: no warning that the text is longer than model_max_length, which is the point here.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def ids_of_each(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
+    """Return the ids of texts; those of the texts that are ids already, as they are."""
+    return [token_ids(tokenizer, text) if isinstance(text, str) else list(text) for text in texts]

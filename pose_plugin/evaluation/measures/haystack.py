@@ -23,7 +23,7 @@ from pydantic import Field, PrivateAttr, StrictInt
 from pose_plugin.config import PositiveInt
 from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.measure import Windows
-from pose_plugin.evaluation.prompts import leading_ids, random_key, require_room, token_ids
+from pose_plugin.evaluation.prompts import ids_of_each, leading_ids, random_key, require_room, token_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.tables import counted
@@ -152,9 +152,7 @@ class Haystack(Asking):
         super().prepare(tokenizer, lengths, windows)
         if self.facts > len(self.wording.names):
             raise PoSEError(f"facts={self.facts} is too many; give at most {len(self.wording.names)}")
-        self._documents = [
-            token_ids(self._tokenizer, text) if isinstance(text, str) else list(text) for text in self.texts
-        ]
+        self._documents = ids_of_each(self._tokenizer, self.texts)
         if not all(self._documents):
             raise PoSEError("texts: one of them is empty; give texts with words")
         self._build(self._lengths[0], 0)

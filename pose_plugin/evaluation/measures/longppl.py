@@ -22,7 +22,7 @@ from pydantic import Field, PrivateAttr
 from pose_plugin.config import Length
 from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.measures.perplexity import tokenized
-from pose_plugin.evaluation.prompts import leading_ids, token_ids
+from pose_plugin.evaluation.prompts import ids_of_each, leading_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.tables import counted
@@ -84,7 +84,7 @@ class LongPPL(Measure):
                 f"longppl compares with the last short_context={self._short} tokens, and no length of {list(lengths)} "
                 "is longer; give longer lengths, or a smaller short_context"
             )
-        self._ids = [token_ids(self._tokenizer, text) if isinstance(text, str) else list(text) for text in self.texts]
+        self._ids = ids_of_each(self._tokenizer, self.texts)
         for n in self._lengths:
             self._documents(n)
 

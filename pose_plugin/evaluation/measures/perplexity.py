@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr
 
 from pose_plugin.config import Length, PositiveInt
 from pose_plugin.evaluation.measure import Measure, Windows
-from pose_plugin.evaluation.prompts import leading_ids, token_ids
+from pose_plugin.evaluation.prompts import ids_of_each, leading_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.tables import counted
@@ -184,8 +184,7 @@ def tokenized(
         PoSEError: no text is long enough.
     """
     least = len(begin) + 2
-    documents = [token_ids(tokenizer, text) if isinstance(text, str) else list(text) for text in texts]
-    documents = [ids[:max_tokens] for ids in documents]
+    documents = [ids[:max_tokens] for ids in ids_of_each(tokenizer, texts)]
     used = [ids for ids in documents if len(ids) + len(begin) >= max(length, least)]
     if not used or length < least:
         longest = max(map(len, documents), default=0)
