@@ -69,7 +69,8 @@ class PoSETrainerMixin(_Base):
             checkpoint = resume_from_checkpoint = whole_checkpoint(given, output)
         if checkpoint is not None:
             let_cpu_ranks_resume()
-            warn_of_other_settings(checkpoint, self.pose_callback.collator.settings, self.model.config)
+            model: Any = self.model
+            warn_of_other_settings(checkpoint, self.pose_callback.collator.settings, model.config)
         self.pose_callback.history.checkpoint = checkpoint
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)

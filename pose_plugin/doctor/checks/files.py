@@ -173,7 +173,7 @@ def record(folder: Folder) -> Iterator[Problem]:
     noted = folder.text.get("pose_plugin")
     # `rope: none` keeps a window that is longer than the target.
     built = (whole(noted.get("target_length")) if isinstance(noted, dict) else None) or folder.maximum
-    if target and folder.maximum and (folder.maximum < target or not target <= built <= target + margin):
+    if target and folder.maximum and built and (folder.maximum < target or not target <= built <= target + margin):
         yield problem(
             "record and config differ",
             "target_length",
