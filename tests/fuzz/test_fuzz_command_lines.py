@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from importlib import import_module
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pose_plugin.cli.main import COMMANDS, main
+from pose_plugin.cli.main import COMMANDS, add_arguments, main
 from pose_plugin.cli.parser import Parser
 from tests.fuzz.settings import fuzz
 
@@ -43,9 +42,8 @@ CHEAP = {
 
 
 def actions(name):
-    module, add, _ = COMMANDS[name]
     parser = Parser()
-    getattr(import_module(f"pose_plugin.cli.{module}"), add)(parser)
+    add_arguments(name, parser)
     return [action for action in parser._actions if action.dest != "help"]
 
 
