@@ -254,6 +254,26 @@ def facts_found(arm: str, least: int = 8192, most: int = 32768) -> str:
     return listed([sum(counts[model]) for model in sorted(counts)])
 
 
+def test_what_linear_interpolation_has_shown_so_far():
+    page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
+    with recall_benchmark() as recall:
+        judge = recall("judge")
+
+        def found(arm: str, least: int) -> tuple[int, int]:
+            read = [row for row in committed("recall")["rows"] if row["model"] == f"{arm}-linear-4-1"]
+            far = [a.found for row in read for a in judge.answers_of(row) if a.distance >= least]
+            return sum(far), len(far)
+
+        (plain, facts), (pose, same) = found("no_skip", 8192), found("pose_skip", 8192)
+        (plain_far, few), (pose_far, _) = found("no_skip", 24576), found("pose_skip", 24576)
+    assert facts == same and pose <= plain
+    for sentence in (
+        f"Of {facts} facts there beyond 8,192 tokens, *no skip* finds {plain} and *PoSE* {pose}.",
+        f"*no skip* finds {plain_far} of {few}, and *PoSE* {pose_far}.",
+    ):
+        assert sentence in page
+
+
 def tiny(table: str, name: str) -> str:
     """Return the share of passkeys that the tiny model finds at the target, as the pages write it."""
     tables = benchmark("paper_tables")
