@@ -51,12 +51,10 @@ def complete_folder(
         # A base that was loaded in 4 bits for training may serve in bf16. Weights that are stored so cannot.
         values.pop("quantization_config", None)
     for_older_readers(values)
-    text = text_part(values)
-    raise_config(text, settings.target_length)
+    window = raise_config(text_part(values), settings.target_length)
     with staged(path) as stage:
         stage.write_json("config.json", values)
-        # `rope: none` may keep a longer window, and engines take the smallest of all limits.
-        raise_limits(stage, text.get("max_position_embeddings") or settings.target_length, tokenizer)
+        raise_limits(stage, window, tokenizer)
         stage_probe(stage, probe)
         stage.write_json(RECORD, _record(config, settings) | dict(facts or {}))
 

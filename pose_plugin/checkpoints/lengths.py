@@ -49,42 +49,47 @@ def limits_below(saved: Saved, target: int) -> Iterator[Limit]:
         yield Limit(_GENERATION, "max_length", longest, "generate() ends there and refuses longer prompts")
 
 
-def raise_config(text: dict[str, Any], target: int) -> None:
-    """Raise the lengths of a config's text part to the target, in place."""
+def raise_config(text: dict[str, Any], target: int) -> int:
+    """Raise the lengths of a config's text part to the target, in place.
+
+    Returns:
+        the window in tokens, which `raise_limits` needs: `rope: none` may keep one that is longer than the target.
+    """
     for key in LENGTH_KEYS:
         if isinstance(value := text.get(key), int) and value < target:
             text[key] = target
+    return text.get("max_position_embeddings") or target
 
 
 def raised_limits(
-    path: Callable[[str], Path], target: int, tokenizer: bool = True
+    path: Callable[[str], Path], window: int, tokenizer: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the new content of each file that limits the tokenizer or `generate` to less than the target.
+    """Yield the name and the new content of each file that limits the tokenizer or `generate` to less than the window.
 
-    A tokenizer without a limit gets the target as its limit.
+    A tokenizer without a limit gets the window as its limit.
 
     Args:
         path: returns where a file of the folder is.
-        target: the trained window, in tokens.
+        window: in tokens; engines take the smallest of all limits.
         tokenizer: False leaves out the tokenizer's file.
     """
     if tokenizer and (file := path(_TOKENIZER)).is_file():
         limit = read(file, Tokenizer).model_max_length
-        if limit is None or limit < target or limit >= NO_LIMIT:
-            yield _TOKENIZER, read_json(file) | {"model_max_length": target}
+        if limit is None or limit < window or limit >= NO_LIMIT:
+            yield _TOKENIZER, read_json(file) | {"model_max_length": window}
     if (file := path(_GENERATION)).is_file():
         longest = read(file, Generation).max_length
-        if longest is not None and UNSET_GENERATION < longest < target:
-            yield _GENERATION, read_json(file) | {"max_length": target}
+        if longest is not None and UNSET_GENERATION < longest < window:
+            yield _GENERATION, read_json(file) | {"max_length": window}
 
 
-def raise_limits(stage: Stage, target: int, tokenizer: bool = True) -> None:
+def raise_limits(stage: Stage, window: int, tokenizer: bool = True) -> None:
     """Raise the limits of a folder that is being written; see `raised_limits`.
 
     Args:
         stage: the folder.
-        target: the trained window, in tokens.
+        window: in tokens.
         tokenizer: False leaves the tokenizer's file alone, as another process may be writing it.
     """
-    for name, values in raised_limits(stage.path, target, tokenizer):
+    for name, values in raised_limits(stage.path, window, tokenizer):
         stage.write_json(name, values)

@@ -106,13 +106,13 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
     if text.get("head_dim", 0) is None and wanted.get("head_dim"):
         text["head_dim"] = wanted["head_dim"]
     for_older_readers(values)
-    raise_config(text, int(record["target_length"]))
+    window = raise_config(text, int(record["target_length"]))
     with staged(path) as stage:
         stage.write_json("config.json", values)
         if not (path / "tokenizer_config.json").is_file():
             for pattern in _TOKENIZER:
                 for file in sorted(source.path.glob(pattern)):
                     stage.copy(file, file.name)
-        raise_limits(stage, text.get("max_position_embeddings") or int(record["target_length"]))
+        raise_limits(stage, window)
         stage_probe(stage, read_probe(adapter))
         stage.write_json(RECORD, record | {"merged": True})
