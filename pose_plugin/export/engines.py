@@ -233,10 +233,16 @@ def require_kind(engine: str, saved: Saved) -> None:
 
 
 def ignored_keys(engine: str, saved: Saved) -> list[str]:
-    """Return a sentence for each key of yarn that changes a folder's frequencies and that an engine does not read."""
+    """Return a sentence for each key of yarn that changes the trained model and that an engine does not read."""
     if saved.kind != "yarn":
         return []
-    return [
+    notes = []
+    if abs(saved.extra_attention - 1) > 1e-6:
+        notes.append(
+            f"{engine} computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
+            f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
+        )
+    return notes + [
         f"{engine} {rule.versions} ignores {key}={saved.rope[key]} and computes with {usual}, so some pairs turn at "
         "another speed than in training: serve it with transformers, vLLM or SGLang"
         for rule in rules_of(engine)

@@ -38,11 +38,6 @@ def export(saved: Saved) -> Export:
         )
     require_kind("llama.cpp", saved)
     notes = [f"the file contains the rope; {same_as_flags(saved)}"]
-    if abs(saved.extra_attention - 1) > 1e-6:
-        notes.append(
-            f"llama.cpp computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
-            f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
-        )
     notes += ignored_keys("llama.cpp", saved)
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = merged_path(saved) if saved.base else str(saved.shown)

@@ -17,11 +17,6 @@ def export(saved: Saved) -> Export:
     """
     require_kind("mlx", saved)
     notes = ["MLX has no limit on the window; it computes what config.json says at any length"]
-    if abs(saved.extra_attention - 1) > 1e-6:
-        notes.append(
-            f"MLX computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
-            "its logits will differ from the trained model's"
-        )
     notes += ignored_keys("mlx", saved)
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = merged_path(saved) if saved.base else str(saved.shown)

@@ -19,11 +19,6 @@ def export(saved: Saved) -> Export:
     lines = merge_lines(saved, merged_path(saved)) if saved.base else []
     folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
     notes = ["do not add --rope-scaling: it would be applied in addition to config.json"]
-    if abs(saved.extra_attention - 1) > 1e-6:
-        notes.append(
-            f"TGI computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor={saved.rope['attention_factor']:g}: "
-            "its logits will differ from the trained model's"
-        )
     notes += ignored_keys("tgi", saved)
     if not saved.older:
         notes.append(
