@@ -9,7 +9,7 @@ from typing import Any
 
 from pose_plugin.checkpoints.schema import Adapter, Config, Generation, Part, Record, Tokenizer, parsed, read
 from pose_plugin.rope.kinds import normalise, yarn_attention_factor
-from pose_plugin.rope.read import FULL, text_config
+from pose_plugin.rope.read import FULL, far_rope, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import read_json
 
@@ -151,7 +151,7 @@ class Saved:
     @cached_property
     def rope(self) -> dict[str, Any]:
         """The flat rope dict of the layers that see far."""
-        rope = {"rope_theta": _USUAL_THETA, **self.rope_parameters.get(FULL, self.rope_parameters)}
+        rope = {"rope_theta": _USUAL_THETA, **far_rope(self.rope_parameters)}
         return self._with_original(rope, NEED_ORIGINAL)
 
     def _with_original(self, rope: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.checkpoints.saved import NEED_ORIGINAL
-from pose_plugin.rope.read import FULL, text_config
+from pose_plugin.rope.read import FULL, far_rope, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import Finding, Severity
 
@@ -92,12 +92,12 @@ class Folder:
     @cached_property
     def new_form(self) -> dict[str, Any] | None:
         """rope_parameters of the layers that see far, the form of transformers 5; None if the config has none."""
-        return _far(self.text.get("rope_parameters"))
+        return far_rope(self.text.get("rope_parameters")) or None
 
     @cached_property
     def old_form(self) -> dict[str, Any] | None:
         """rope_scaling of the layers that see far, the form of transformers 4; None if the config has none."""
-        return _far(self.text.get("rope_scaling"))
+        return far_rope(self.text.get("rope_scaling")) or None
 
     @cached_property
     def rope(self) -> dict[str, Any]:
@@ -234,14 +234,6 @@ def _located(name: str | Path, near: Path | None = None) -> Path | None:
     except (ImportError, ValueError):  # not installed, or not a possible name
         return None
     return Path(cached).parent if isinstance(cached, str) else None
-
-
-def _far(values: Any) -> dict[str, Any] | None:
-    """Return the rope dict of the layers that see far; None for anything else than a filled dict."""
-    if not isinstance(values, Mapping) or not values:
-        return None
-    inner = values.get(FULL)
-    return dict(inner) if isinstance(inner, Mapping) else dict(values)
 
 
 def number(value: Any) -> float | None:

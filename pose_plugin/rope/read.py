@@ -45,6 +45,14 @@ def text_config(config: Any) -> Any:
         ) from None
 
 
+def far_rope(values: Any) -> dict[str, Any]:
+    """Return the flat rope dict of the layers that see far, from `rope_parameters` or `rope_scaling`; {} for none."""
+    if not isinstance(values, Mapping):
+        return {}
+    inner = values.get(FULL)
+    return dict(inner if isinstance(inner, Mapping) else values)
+
+
 def original_length(config: Any) -> int | None:
     """Return L_0, the window before this package stretched the model, in tokens; None if it did not."""
     return (lookup(text_config(config), RECORD_KEY) or {}).get("original_length")

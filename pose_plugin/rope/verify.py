@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, normalise
 from pose_plugin.rope.live import RotaryBuffer, rebuilt, rotary_buffers
 from pose_plugin.rope.plan import RopePlan
-from pose_plugin.rope.read import FULL, lookup, text_config
+from pose_plugin.rope.read import FULL, far_rope, lookup, text_config
 from pose_plugin.rope.source import read_rope
 from pose_plugin.utils.errors import RopeMismatchError
 from pose_plugin.utils.models import unwrap
@@ -155,11 +155,10 @@ def _check_config(text: Any, wanted: _Expected) -> None:
             f"{wanted.maximum}. {_REBUILD}"
         )
     copied = vars(text).get("rope_scaling")
-    parameters = lookup(text, "rope_parameters")
-    inner = parameters.get(FULL, parameters) if isinstance(parameters, Mapping) else None
+    inner = far_rope(lookup(text, "rope_parameters"))
     if copied and inner and normalise(copied) != normalise(inner):
         raise RopeMismatchError(
-            f"the config holds two different ropes: rope_parameters={dict(inner)} and, for older readers, rope_scaling="
+            f"the config holds two different ropes: rope_parameters={inner} and, for older readers, rope_scaling="
             f"{copied}; a reload takes the second. Use extend_context instead of editing rope_parameters"
         )
 

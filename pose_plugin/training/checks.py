@@ -14,7 +14,7 @@ from pose_plugin.checkpoints import read_record
 from pose_plugin.checkpoints.merge import trains_embeddings_apart
 from pose_plugin.config import PoSESettings
 from pose_plugin.positions import make_sampler
-from pose_plugin.rope.read import FULL, RECORD_KEY, lookup, original_length, text_config
+from pose_plugin.rope.read import RECORD_KEY, far_rope, lookup, original_length, text_config
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.log import log
@@ -193,7 +193,8 @@ def require_same_rope(config: Any, settings: PoSESettings) -> None:
         # Some kinds are written in a form that does not name each setting, e.g. as a list.
         if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-6):
             differ.append((f".{name}", value, found))
-    for name, value, found in differ:
+    if differ:
+        name, value, found = differ[0]
         raise PoSEError(
             f"rope{name}={value}, but the model was built with rope{name}={found}, and the collator changes no "
             f"frequencies. Build the model from extend_context(config, target_length={settings.target_length}, rope="
@@ -202,9 +203,7 @@ def require_same_rope(config: Any, settings: PoSESettings) -> None:
 
 
 def _live_rope(config: Any) -> dict[str, Any]:
-    """Return the flat rope dict of the layers that see far."""
-    parameters = lookup(text_config(config), "rope_parameters") or {}
-    return dict(parameters.get(FULL, parameters))
+    return far_rope(lookup(text_config(config), "rope_parameters"))
 
 
 def warn_of_other_settings(checkpoint: str, settings: PoSESettings, config: Any) -> None:
@@ -220,8 +219,7 @@ def warn_of_other_settings(checkpoint: str, settings: PoSESettings, config: Any)
     # The rope is the model's, which the settings need not name.
     names = [key for key in now if key not in ("rope", "self_test") and before.get(key, now[key]) != now[key]]
     changes = [f"{key}={before[key]} → {now[key]}" for key in names]
-    parameters = (before.get("model") or {}).get("rope_parameters") or {}
-    old, new = parameters.get(FULL, parameters), _live_rope(config)
+    old, new = far_rope((before.get("model") or {}).get("rope_parameters")), _live_rope(config)
     # A checkpoint has the weights only: its frequencies are not loaded.
     for key in sorted(old.keys() | new.keys()) if old else ():
         if old.get(key) != new.get(key):
