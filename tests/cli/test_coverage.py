@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from pose_plugin.cli import main as cli
 from pose_plugin.config import parse_settings
-from pose_plugin.positions import coverage
+from pose_plugin.positions import coverage, make_sampler
 
 LENGTHS = ("--target-length", 256, "--train-length", 32)
 
@@ -128,3 +129,12 @@ def test_samplers_that_jump_at_borders(capsys):
         assert name in out
     assert cli.main([*line.split()[:-4], "--every", "0"]) == 2
     assert "--every: '0'" in capsys.readouterr().err
+
+
+def test_the_help_names_the_usual_distances_of_borders(capsys):
+    with contextlib.suppress(SystemExit):
+        run("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "turns: an eighth of the window, sentences: 25" in shown
+    for name, spacing in (("turns", 100), ("sentences", 25)):
+        assert make_sampler(parse_settings({"target_length": 2048, "sampler": name})).usual_spacing(800) == spacing
