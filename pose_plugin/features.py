@@ -129,7 +129,7 @@ def one_document(feature: Feature) -> Feature:
 
     Raises:
         PoSEError: columns of different lengths, several documents (a numbered mask or restarting position_ids),
-            position_ids with jumps of their own, or tokens that the mask hides in the middle.
+            position_ids that jump, or tokens that the mask hides in the middle.
     """
     size = len(feature.get("input_ids", ()))
     # Masks of the loss are not read next to labels. TRL shortens only the labels.

@@ -233,7 +233,7 @@ class Run:
 
     @property
     def groups(self) -> int:
-        """Return how many GPUs, or groups of GPUs, read rows of their own."""
+        """Return how many GPUs, or groups of GPUs, read different rows."""
         return self.gpus // self.gpus_of_a_row
 
 

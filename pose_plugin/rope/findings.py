@@ -92,7 +92,7 @@ def _about_window(source: RopeSource, kind: LayerKind, total: int, far: int, tar
         return Finding(
             key,
             kind.sees,
-            f"every layer sees only {what}, so no token attends further back, whatever the frequencies: "
+            f"every layer sees only {what}, so other frequencies let no token attend further back: "
             f"target_length={target} will not be reached",
             f"Set {key}: null in the config if full attention is wanted",
         )
