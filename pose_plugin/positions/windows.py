@@ -125,8 +125,23 @@ def lay_out(
     if settings.content == "aligned":
         shifts = layout.skips
     elif settings.content == "skip":
-        shifts = growing(len(layout.lengths), size - window, draws)
+        shifts = _content_shifts(layout.skips, size - window, draws)
     return layout, shifts, None if inside is None else len(inside)
+
+
+def _content_shifts(skips: Sequence[int] | np.ndarray, most: int, draws: Draws) -> list[int]:
+    """Draw v_i in 0…most. A chunk whose positions do not jump reads on in the text where the chunk before it ends.
+
+    If no positions jump, the window is one piece from anywhere in the document.
+    """
+    jumps = np.diff(skips) > 0
+    if not jumps.any():
+        return [draws.integer(0, most)] * len(skips)
+    shifts = growing(len(skips), most, draws)
+    for chunk, jumps_here in enumerate(jumps, start=1):
+        if not jumps_here:
+            shifts[chunk] = shifts[chunk - 1]
+    return shifts
 
 
 def _inside(offered: np.ndarray | None, piece: int, window: int, sampler: Sampler) -> np.ndarray | None:
