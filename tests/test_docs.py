@@ -207,8 +207,8 @@ def test_plan_commands(tmp_path, monkeypatch, capsys):
         assert "quickstart" in line[2] or "theta" in printed
     assert (tmp_path / "plan.png").exists()
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```\n(Window .*?)^```", page, re.M | re.S)
-    assert len(shown) == 2
+    shown = re.findall(r"^```\n((?:Window| +distance) .*?)^```", page, re.M | re.S)
+    assert len(shown) == 3
     for line in "".join(shown).splitlines():
         assert line in printed
 

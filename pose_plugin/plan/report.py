@@ -170,8 +170,8 @@ def _coverage(plan: Plan) -> str:
     """Return the table of distances."""
     settings = plan.inputs.settings
     about = " (with borders as often as usual)" if settings and make_sampler(settings).border_finder else ""
-    lines = [f"Distances between two tokens{about}: chance that a row holds one, and rows that will hold it"]
-    table = [("distance", "chance", "rarest", *(("rows", "rarest") if plan.rows else ()))]
+    lines = [f"Distances between two tokens{about}: chance that a row holds one, and rows of the run that will"]
+    table = [("distance", "mean chance", "least", *(("mean rows", "least") if plan.rows else ()))]
     for each in plan.buckets:
         cells = [f"{each.first}–{each.last}", f"{each.chance:.3f}", f"{each.rarest:.3f}"]
         if each.rows is not None and each.rows_rarest is not None:
