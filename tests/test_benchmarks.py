@@ -254,24 +254,24 @@ def facts_found(arm: str, least: int = 8192, most: int = 32768) -> str:
     return listed([sum(counts[model]) for model in sorted(counts)])
 
 
-def test_what_linear_interpolation_has_shown_so_far():
-    page = " ".join((FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8").split())
+def test_the_conclusion_about_linear_interpolation():
+    page, readme = (
+        " ".join((FOLDER.parent / name).read_text(encoding="utf-8").split()) for name in ("docs/smollm2.md", "README.md")
+    )
     with recall_benchmark() as recall:
-        judge = recall("judge")
-
-        def found(arm: str, least: int) -> tuple[int, int]:
-            read = [row for row in committed("recall")["rows"] if row["model"] == f"{arm}-linear-4-1"]
-            far = [a.found for row in read for a in judge.answers_of(row) if a.distance >= least]
-            return sum(far), len(far)
-
-        (plain, facts), (pose, same) = found("no_skip", 8192), found("pose_skip", 8192)
-        (plain_far, few), (pose_far, _) = found("no_skip", 24576), found("pose_skip", 24576)
-    assert facts == same and pose <= plain
+        compare, rows = recall("compare"), committed("recall")["rows"]
+        arms = [compare.shares_of(rows, arm, "linear-4", True) for arm in ("pose_skip", "no_skip")]
+        difference = compare.bootstrap(*compare.paired(*arms))
+    assert difference[0] < 0.15
+    more, low, high = (f"{value:.2f}".replace("0.", ".") for value in difference)
+    plain, plain_far = (facts_found("no_skip-linear-4-1", least) for least in (8192, 24576))
+    pose, pose_far = (facts_found("pose_skip-linear-4-1", least) for least in (8192, 24576))
     for sentence in (
-        f"Of {facts} facts there beyond 8,192 tokens, *no skip* finds {plain} and *PoSE* {pose}.",
-        f"*no skip* finds {plain_far} of {few}, and *PoSE* {pose_far}.",
+        f"*no skip* finds {plain} and *PoSE* {pose}, so PoSE finds {more} more (95 % interval: {low} to {high})",
+        f"*no skip* finds {plain_far} of 30, and *PoSE* {pose_far}.",
     ):
         assert sentence in page
+    assert f"PoSE {pose}, no skip {plain}; at stretch 2" in readme
 
 
 def tiny(table: str, name: str) -> str:
