@@ -255,8 +255,9 @@ def facts_found(arm: str, least: int = 8192, most: int = 32768) -> str:
 
 
 def test_the_conclusion_about_linear_interpolation():
+    root = FOLDER.parent
     page, readme = (
-        " ".join((FOLDER.parent / name).read_text(encoding="utf-8").split()) for name in ("docs/smollm2.md", "README.md")
+        " ".join((root / name).read_text(encoding="utf-8").split()) for name in ("docs/smollm2.md", "README.md")
     )
     with recall_benchmark() as recall:
         compare, rows = recall("compare"), committed("recall")["rows"]
