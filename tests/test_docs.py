@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from pose_plugin.cli.main import main
 from tests.forked import forked
 from tests.models import make_llama, make_tokenizer
 from tests.pages import PAGES, ROOT, blocks, commands
@@ -79,6 +81,11 @@ def test_readme_trl_snippet(tmp_path):
     assert forked(case).value == 32768
 
 
+def numberless(text: str) -> str:
+    """Return a text with one mark for each number and run of spaces."""
+    return re.sub(r"[\d.]*\d(e-?\d+)?", "#", re.sub(r" +", " ", text))
+
+
 def test_snippets_of_the_trl_page(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     pytest.importorskip("peft")
@@ -97,11 +104,20 @@ def test_snippets_of_the_trl_page(tmp_path, monkeypatch):
         names["trainer"].train()
         names["trainer"].save_model()
 
-    forked(case)
+    printed = numberless(forked(case).output)
     for folder in ("long", "adapter"):
         config = json.loads((tmp_path / "outputs" / folder / "config.json").read_text(encoding="utf-8"))
         assert config["max_position_embeddings"] == 32768
         assert (tmp_path / "outputs" / folder / "pose.json").exists()
+    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```\n(\[pose_plugin\].*?)^```", page, re.M | re.S)
+    assert len(shown.splitlines()) == 6
+    for line in shown.splitlines():
+        assert numberless(line.partition("{")[0]) in printed
+    for command in blocks(ROOT / "docs" / "trl.md", "bash")[-1].splitlines():
+        # Short prompts, so that it takes seconds.
+        smaller = ["--lengths", "64,128", "--trials", "1"] if "evaluate" in command else []
+        assert main([*shlex.split(command)[1:], *smaller]) == 0
     peft = json.loads((tmp_path / "outputs" / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     assert peft["modules_to_save"] == ["input_layernorm", "post_attention_layernorm", "norm"]
 
@@ -177,8 +193,6 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_coverage_commands(tmp_path, monkeypatch, capsys):
-    from pose_plugin.cli.main import main
-
     monkeypatch.chdir(tmp_path)
     lines = commands("pose-plugin coverage")
     assert lines
@@ -189,7 +203,6 @@ def test_coverage_commands(tmp_path, monkeypatch, capsys):
 
 def test_plan_commands(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    from pose_plugin.cli.main import main
     from tests.plan.test_architecture import LLAMA3_8B
 
     (tmp_path / "example_configs").symlink_to(ROOT / "example_configs")
@@ -253,8 +266,6 @@ def test_training_loop_snippet():
 
 
 def test_evaluate_command_of_readme_is_complete(tmp_path, monkeypatch):
-    from pose_plugin.cli.main import main
-
     # The root may contain a trained outputs/model.
     monkeypatch.chdir(tmp_path)
     lines = [line for line in commands("pose-plugin evaluate") if "outputs/model" in line]
