@@ -3,7 +3,7 @@
 RUN ?= .ci/with 3.11
 KILLS = $(addprefix tests/,checkpoints/test_whole.py evaluation/test_command.py evaluation/test_served.py \
   synthesize/test_resume.py training/test_kill.py)
-.PHONY: help demo demo-trl test test-fast test-3.11 test-3.12 test-trl fuzz lint docs dist clean
+.PHONY: help demo demo-trl environments test test-fast test-3.11 test-3.12 test-trl fuzz lint docs dist clean
 
 help:            ## list the targets
 	@grep -E '^[a-z.0-9 -]+:.*##' Makefile | sed 's/:[^#]*##/ -/'
@@ -14,7 +14,10 @@ demo:            ## extend a tiny model's window 16 times through Axolotl, show 
 demo-trl:        ## the same model through TRL's SFTTrainer
 	.ci/with any python example_configs/trl/sft.py --evaluate
 
-test: lint       ## every test in every environment: Axolotl 0.19, Axolotl 0.21, and TRL alone
+environments:    ## build all environments at once; one that fails is built again, and reported, by what needs it
+	@for name in 3.11 3.12 trl; do .ci/environment $$name > /dev/null & done; wait
+
+test: environments lint  ## every test in every environment: Axolotl 0.19, Axolotl 0.21, and TRL alone
 	.ci/test 3.11
 	.ci/test 3.12
 	.ci/test trl
