@@ -295,9 +295,13 @@ def test_the_table_of_which_settings_quotes_the_results():
     plan = (FOLDER / "recall" / "PREREGISTRATION.md").read_text(encoding="utf-8")
     (fixed,) = re.findall(r"PoSE − untrained ≥ (\.\d+)", plan)
     gain = f"{pose - untrained:.2f}".removeprefix("0")
-    assert f"At 64 times, PoSE finds {tiny('2', 'linear, PoSE')} with `linear`." in table
+    far_linear, far_ntk = (tiny("2", f"{rope}, PoSE") for rope in ("linear", "NTK"))
+    assert f"At 64 times, PoSE finds {far_linear} with `linear` and {far_ntk} with `ntk`." in table
     assert f"a share of far facts that is {gain} larger than without training; {fixed} had been required" in table
-    assert len(re.findall(r"(?<!\d)\.\d+", table)) == 3, "a number that no test recomputes"
+    larger, square = (tiny("base", f"base × {times}, PoSE") for times in ("1,350", "256"))
+    assert f"PoSE finds {larger} with this base (× 1,350) and {square} with the base × 256." in table
+    assert {tiny("base", f"base × {times}, no skip") for times in ("1,350", "256")} == {".00"}
+    assert len(re.findall(r"(?<!\d)\.\d+", table)) == 6, "a number that no test recomputes"
     names = benchmark("paper_tables").TABLES["settings"].rows
     margin, bare, unskipped, clamped = (float(tiny("settings", name)) for name in names)
     assert abs(margin - bare) < 0.02 and unskipped < margin - 0.02 and clamped < bare - 0.02
@@ -311,13 +315,15 @@ def test_the_table_of_when_it_pays_quotes_the_results():
         return sum(found[length]["found"] for length in ("12288", "16384"))
 
     linear, ntk, yarn = (tiny("6", f"{rope}, PoSE") for rope in ("linear", "NTK", "YaRN"))
-    assert tiny("6", "linear, no skip") == tiny("6", "NTK, no skip") == ".00"
+    far_linear, far_ntk, far_yarn = (tiny("2", f"{rope}, PoSE") for rope in ("linear", "NTK", "YaRN"))
+    base = tiny("base", "base × 1,350, PoSE")
+    assert tiny("base", "base × 1,350, no skip") == tiny("6", "linear, no skip") == tiny("6", "NTK, no skip") == ".00"
     for sentence in (
         f"RoPE only {facts_found('yarn-4')}, no skip {facts_found('no_skip')}, PoSE {facts_found('pose_skip')} |",
         f"PoSE {keys('linear, PoSE')}, no skip {keys('linear, no skip')}. Tiny",
-        f"PoSE {linear} (`linear`) and {ntk} (`ntk`), no skip .00 |",
+        f"PoSE {linear} (`linear`), {ntk} (`ntk`) and {base} (`base`, theta × 1,350), no skip .00 |",
         f"PoSE {yarn}, RoPE only {tiny('6', 'YaRN, RoPE only')}, no skip {tiny('6', 'YaRN, no skip')} |",
-        f"PoSE {tiny('2', 'linear, PoSE')} (`linear`) and {tiny('2', 'YaRN, PoSE')} (`yarn`) |",
+        f"PoSE {far_linear} (`linear`), {far_ntk} (`ntk`) and {far_yarn} (`yarn`) |",
         f"{linear}; {tiny('4', 'v = 0 (content: contiguous)')} with `contiguous`, the default |",
     ):
         assert sentence in readme

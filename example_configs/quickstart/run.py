@@ -30,6 +30,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "no skip": {"pose": {"sampler": "none", "content": "window"}},
     "RandPos": {"pose": {"sampler": "randpos", "content": "window"}},
 }
+Source = tuple[str, str, dict[str, Any] | None]
+"""A model to judge: name, folder, and the `rope` that extends it without training, if any."""
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -80,14 +82,8 @@ def train(config: Path) -> None:
     )
 
 
-def judge(
-    sources: list[tuple[str, str, str | None]], output: Path, trials: int, seed: int, lengths: list[int] = LENGTHS
-) -> list[Any]:
-    """Measure passkey and perplexity by length of each model, and return one `ModelResult` per model.
-
-    Args:
-        sources: name, folder, and the kind of RoPE to extend to the longest length without training, if any.
-    """
+def judge(sources: list[Source], output: Path, trials: int, seed: int, lengths: list[int] = LENGTHS) -> list[Any]:
+    """Measure passkey and perplexity by length of each model, and return one `ModelResult` per model."""
     # Keep the libraries' messages out of the lines of `timed`; errors still come back as exceptions.
     with (output / "judge.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 2)
@@ -105,7 +101,7 @@ def judge(
     for name, folder, rope in sources:
         source = describe(folder, name)
         if rope:
-            source = extended(source, lengths[-1], {"type": rope}, name)
+            source = extended(source, lengths[-1], rope, name)
         model = load(source)
         # Seeds of evaluation start far from those of training, so that no document occurs in both.
         keys = passkey(model, source.tokenizer, lengths, trials=trials, seed=1000 + seed, progress=False)
@@ -143,16 +139,15 @@ def run(
     # Each evaluation runs in its own process, so that models do not wait for each other.
     with ThreadPoolExecutor(jobs) as pool, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as judges:
 
-        def judged(sources: list[tuple[str, str, str | None]]) -> list[Any]:
+        def judged(sources: list[Source]) -> list[Any]:
             return judges.submit(judge, sources, output, trials, seed).result()
 
         def learn(name: str) -> list[Any]:
             timed(f"axolotl train, {name}", train, write_config(name, runs[name], output, seed, steps))
             return timed(f"evaluate {name}", judged, [(name, str(folder_of(name, output)), None)])
 
-        before = pool.submit(
-            timed, "evaluate the base model", judged, [("original", base, None), ("RoPE only", base, "linear")]
-        )
+        untrained: list[Source] = [("original", base, None), ("RoPE only", base, {"type": "linear"})]
+        before = pool.submit(timed, "evaluate the base model", judged, untrained)
         after = [pool.submit(learn, name) for name in runs]
         report = Report([m for part in (before, *after) for m in part.result()], train_length=128, target_length=2048)
     pictures = draw(report, output)
