@@ -14,6 +14,7 @@ from pose_plugin.checkpoints.lengths import UNSET_GENERATION
 from pose_plugin.checkpoints.saved import ADAPTER, Saved, base_of, public_name, read_record, read_saved, require_peft
 from pose_plugin.utils.errors import PoSEError, RopeMismatchError
 from pose_plugin.utils.log import log, show_log
+from pose_plugin.utils.tables import counted
 
 
 def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: bool = False, **kwargs: Any) -> Any:
@@ -252,8 +253,10 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
     """Load a model in evaluation mode, on `device` (default: the accelerator if there is one).
 
     Raises:
-        PoSEError: weights that do not load, PEFT missing.
+        PoSEError: weights that do not load or are missing, PEFT missing.
     """
+    import warnings
+
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -263,11 +266,21 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
     where = place(device)
     peft = require_peft() if source.is_adapter else None
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source.base, revision=source.revision or "main", config=source.config, dtype=kind
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.base,
+            revision=source.revision or "main",
+            config=source.config,
+            dtype=kind,
+            output_loading_info=True,
         )
+        model, found = loaded
+        # Random numbers would take their place, and be measured.
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(f"{counted(len(missing), 'weight')} missing from {source.base}, the first {missing[0]}")
         if peft is not None:
-            model = peft.PeftModel.from_pretrained(model, source.path)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*missing adapter keys")
+                model = peft.PeftModel.from_pretrained(model, source.path)
         model.to(where)
         return model.eval()
     except PoSEError:

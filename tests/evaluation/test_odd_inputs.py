@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from pose_plugin.cli import main as cli
 
@@ -46,6 +48,24 @@ def test_one_broken_model_of_several_is_left_out(tmp_path, save, make_llama, cap
     )
     assert run(broken, *arguments) == 2
     assert "save or copy it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_missing_weights_are_not_measured_as_random_ones(tmp_path, save, make_llama, capsys, kind):
+    folder = save("base", make_llama())
+    if kind == "adapter":
+        peft = pytest.importorskip("peft")
+        folder = tmp_path / "adapter"
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config).save_pretrained(folder)
+    file = next(folder.glob("*.safetensors"))
+    weights = load_file(file)
+    name = next(name for name in weights if "layers.1.self_attn.q_proj" in name)
+    # As a compiled model saves its weights, all under another name.
+    save_file({("_orig_mod." if key == name else "") + key: w for key, w in weights.items()}, file, {"format": "pt"})
+    assert run(folder, "--lengths", "200", "--trials", 1, "--output", tmp_path / "out") == 2
+    assert re.search(f"{folder.name} could not be loaded on cpu: .*missing.*layers.1.self_attn.q_proj",
+                     capsys.readouterr().err)  # fmt: skip
 
 
 def test_positions_that_end_take_only_longer_lengths_along(tmp_path, save, capsys):
