@@ -44,7 +44,7 @@ class Inputs:
         settings: the `pose:` block with the trained window filled in; None if the run has no such block.
         run: what the memory of a step depends on.
         accumulate: batches of a GPU in one step.
-        steps: of the training; None if neither the YAML nor local data tell.
+        steps, rows: of the training; None if neither the YAML nor local data tell.
         chat: whether rows are made by a chat template.
         beacon: the values of the YAML if its adapter is beacon, else None.
         bf16: the YAML's setting that keeps trained weights in bf16, e.g. "bf16=True"; None if no steps are lost.
@@ -59,6 +59,7 @@ class Inputs:
     run: Run
     accumulate: int = 1
     steps: int | None = None
+    rows: int | None = None
     chat: bool = False
     beacon: Mapping[str, Any] | None = None
     bf16: str | None = None
@@ -108,6 +109,7 @@ def from_values(
     gpus: int = 1,
     steps: int | None = None,
     rows: int | None = None,
+    apart: bool = False,
 ) -> Inputs:
     """Read the values of an Axolotl YAML.
 
@@ -117,6 +119,7 @@ def from_values(
         gpus: number of GPUs, which no YAML names.
         steps: of the training; None: `max_steps`, or epochs of the rows.
         rows: of the data set; None: the lines of its local .jsonl files.
+        apart: whether each epoch has steps of its own; see `steps_of`.
 
     Raises:
         PoSEError: a value of a wrong type, or the base's config.json is not on this machine.
@@ -142,13 +145,15 @@ def from_values(
         eager=_attention(cfg) == "eager",
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
+    steps, rows = steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes, apart)
     return Inputs(
         base=name,
         config=config,
         settings=settings,
         run=run,
         accumulate=accumulate,
-        steps=steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes),
+        steps=steps,
+        rows=rows,
         chat=any("chat_template" in str(each.get("type")) for each in datasets_of(cfg)),
         beacon=beacon,
         bf16=lossy_bf16(cfg, run),

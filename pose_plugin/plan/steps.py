@@ -1,7 +1,8 @@
-"""How many steps a training has: what the YAML says, or the rows of the data set."""
+"""How many steps a training has, and how many rows it reads: what the YAML says, or the rows of the data set."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ def datasets_of(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def steps_of(
-    cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str]
-) -> int | None:
-    """Return the steps of the training, or None if they cannot be known here."""
+    cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str], apart: bool = False
+) -> tuple[int | None, int | None]:
+    """Return the steps of the training and the rows that they read, or None for what cannot be known here.
+
+    Args:
+        rows_of_step: the most that one step reads.
+        apart: whether each epoch has steps of its own, as in transformers; Axolotl counts all epochs together.
+    """
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
     epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
@@ -34,10 +40,16 @@ def steps_of(
         )
     if rows is not None:
         rows = _without_held_out(cfg, rows, notes)
-    if steps or rows is None:
-        return steps
-    notes += _about_rows(cfg, rows)
-    return max(1, int(rows * epochs / rows_of_step))
+    about = _about_rows(cfg, rows or 0)
+    if rows is None or (steps and about):
+        return steps, steps and steps * rows_of_step
+    of_epoch = math.ceil(rows / rows_of_step)
+    if not steps:
+        notes += about
+        steps = max(1, math.ceil(epochs * of_epoch if apart else rows * epochs / rows_of_step))
+    # The last step of an epoch reads what is left.
+    whole, more = divmod(steps, of_epoch)
+    return steps, whole * rows + min(more * rows_of_step, rows)
 
 
 def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:

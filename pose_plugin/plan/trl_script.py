@@ -66,7 +66,7 @@ def inputs_of_script(text: str, name: str, base: str | None = None, **given: Any
     script = _Script(text, name)
     values = script.values()
     try:
-        inputs = from_values(values, base, **given)
+        inputs = from_values(values, base, apart=True, **given)
     except PoSEError as error:
         message = str(error)
         for word, replacement in _IN_A_SCRIPT.items():

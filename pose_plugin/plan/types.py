@@ -58,14 +58,14 @@ class Plan:
 
     @property
     def rows_of_step(self) -> int:
-        """Return the rows of one optimizer step on all GPUs."""
+        """Return the rows of a whole optimizer step on all GPUs."""
         run = self.inputs.run
         return run.rows * self.inputs.accumulate * run.groups
 
     @property
     def rows(self) -> int | None:
         """Return the rows of the training, or None if the number of steps is not known."""
-        return self.rows_of_step * self.inputs.steps if self.inputs.steps else None
+        return self.inputs.rows
 
     @property
     def hours(self) -> float | None:

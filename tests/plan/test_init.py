@@ -58,7 +58,7 @@ def test_plan_takes_what_init_writes(folder, row, capsys):
     # Only `type: completion` cuts long texts into several rows.
     for plan in plans:
         plan["notes"] = [note for note in plan["notes"] if "type: completion" not in note]
-    assert plans[0] == plans[1] and plans[0]["rows"] == 64
+    assert plans[0] == plans[1] and plans[0]["rows"] == 4
     assert not [each for each in plans[0]["warnings"] if "does not know" in each or "needs chats" in each]
 
 

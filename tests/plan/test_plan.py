@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import Trainer, TrainingArguments
 
 from pose_plugin.cli.evaluate import add_arguments
 from pose_plugin.cli.evaluate_models import parse_extension
@@ -248,6 +250,30 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
     assert "the number of steps is not known here" in " ".join(make_plan(unknown, draws=50).warnings)
+
+
+@pytest.mark.parametrize("apart, most", [(True, -1), (True, 7), (False, None)])
+def test_steps_and_rows_are_those_of_the_trainer(base, tmp_path, apart, most):
+    """The last step of an epoch reads what is left; Axolotl gives transformers the steps of all epochs together."""
+    settings = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "num_epochs": 3, "max_steps": most}
+    plan = from_values(values(base, **settings), rows=10, apart=apart)
+    read = []
+
+    class Counts(torch.nn.Linear):
+        def forward(self, number, **_):
+            read.append(len(number))
+            return {"loss": super().forward(number[:, None].float()).sum()}
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=-1 if apart and most == -1 else plan.steps, num_train_epochs=3, use_cpu=True,
+        per_device_train_batch_size=1, gradient_accumulation_steps=4, report_to="none", save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(Counts(1, 1), arguments, train_dataset=[{"number": i} for i in range(10)])
+    trainer.train()
+    assert (plan.steps, plan.rows) == (trainer.state.global_step, sum(read))
+    assert plan.steps == {(True, -1): 9, (True, 7): 7, (False, None): math.ceil(3 * 10 / 4)}[apart, most]
+    assert as_dict(make_plan(plan, draws=50))["rows"] == plan.rows
 
 
 @pytest.mark.axolotl
