@@ -61,9 +61,13 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
     """
     paths = [Path(str(each.get("path"))) for each in datasets_of(cfg)]
     gone = [p for p in paths if p.suffix in (".jsonl", ".json", ".parquet", ".csv") and not p.exists()]
+    parts = [f"{key}: {each[key]}" for each in datasets_of(cfg) for key in ("split", "shards") if each.get(key)]
+    parts = [part for part in parts if part != "split: train"]
     if gone and needed:
         notes.append(f"datasets: {gone[0]} is not on this machine or not in this folder, so its rows are not counted")
-    if not paths or not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
+    elif parts and needed:
+        notes.append(f"{parts[0]} takes a part of the data, so its rows are not counted")
+    if parts or not paths or not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
         return None
     count = 0
     for path in paths:

@@ -36,6 +36,8 @@ _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "bf16": ("bf16", True),
     "fp16": ("fp16", False),
 }
+# Methods of a data set that leave rows out; how many a filter leaves is not known either, but most leave nearly all.
+_PARTS = ("train_test_split", "select", "shard", "take", "skip")
 # Words of errors about a YAML, and what a script has in their place.
 _IN_A_SCRIPT = {
     rf"\bpose\.(?=(?:{'|'.join(PoSESettings.model_fields)})\b)": "",
@@ -100,6 +102,8 @@ class _Script:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        methods = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self.part = next((f"{name}(…)" for name in _PARTS if name in methods), None)
         self.calls: dict[str, dict[str, ast.expr]] = {}
         for node in ast.walk(tree):
             call = ast.unparse(node.func) if isinstance(node, ast.Call) else None
@@ -162,6 +166,8 @@ class _Script:
             target = self.get("extend_context", "target_length", self.get("extend_context", "1"))
             pose.setdefault("target_length", target)
         answers = self.get("SFTConfig", "assistant_only_loss", False)
+        data = {"split": self.part or self.get(_DATA, "split"), "type": "chat_template" if answers else None}
+        files = self.get(_DATA, "data_files")
         values = {key: self.get("SFTConfig", name, usual) for name, (key, usual) in _ARGUMENTS.items()}
         sharded = self.get("SFTConfig", "fsdp") and (self.get("SFTConfig", "fsdp_config") or {"version": 2})
         return {
@@ -169,7 +175,7 @@ class _Script:
             "base_model": self.get(_MODEL, "0") or self.get(_MODEL, "pretrained_model_name_or_path"),
             "sequence_len": self.get("SFTConfig", "max_length", 1024),
             "pose": pose,
-            "datasets": [{"path": self.get(_DATA, "data_files"), "type": "chat_template" if answers else None}],
+            "datasets": [{"path": file, **data} for file in (files if isinstance(files, list) else [files])],
             "attn_implementation": self.get(_MODEL, "attn_implementation"),
             "fsdp_config": sharded or None,
             **self._adapter(),

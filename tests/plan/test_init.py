@@ -210,6 +210,26 @@ def test_plan_reads_any_trl_script(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    "call, rows",
+    [
+        ("data_files=DATA, split='train')", 4),
+        ("data_files=[DATA, 'messages.jsonl'], split='train')", 8),
+        ("data_files=DATA, split='train[:2]')", "train[:2]"),
+        ("data_files=DATA, split='train').select(range(2))", "select(…)"),
+        ("data_files=DATA, split='train').train_test_split(0.5)['train']", "train_test_split(…)"),
+    ],
+)
+def test_the_rows_of_a_script(folder, call, rows):
+    """Those of a part of the data are not counted, as a plan for all of them would promise too much."""
+    script = SCRIPT.replace("max_steps=10, ", "num_train_epochs=1, ")
+    (folder / "s.py").write_text(f"DATA = 'text.jsonl'\ndata = load_dataset('json', {call}\n{script}")
+    found = from_script("s.py")
+    assert (found.rows == rows and not found.notes) or found.notes == [
+        f"split: {rows} takes a part of the data, so its rows are not counted"
+    ]
+
+
+@pytest.mark.parametrize(
     "old, new, message",
     [
         ("max_steps=10", "max_steps=args.steps", "max_steps=args.steps"),
