@@ -15,7 +15,7 @@ from pose_plugin.plan import init_axolotl, init_trl
 from pose_plugin.plan.advice import notes_of
 from pose_plugin.plan.base import base_config
 from pose_plugin.plan.config_reader import Inputs, from_values
-from pose_plugin.plan.init_setup import ROWS, Setup
+from pose_plugin.plan.init_setup import NEEDED, ROWS, TURNS, Setup
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.trl_script import inputs_of_script
 from pose_plugin.rope.plan import plan_rope
@@ -68,11 +68,13 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
     config = base_config(wish.place or wish.base, wish.base)
     rope = plan_rope(config, wish.target, Setup.rope)
     window = min(rope.original_length, _USUAL_WINDOW, wish.target) if wish.window is None else wish.window
+    row, key = _first_row(Path(wish.data), framework)
     setup = Setup(
         base=wish.base,
         data=wish.data,
         output=wish.output,
-        row=_first_row(Path(wish.data)),
+        row=row,
+        key=key,
         original=rope.original_length,
         target=wish.target,
         window=window,
@@ -109,21 +111,32 @@ def _read(text: str, wish: Wish, framework: str) -> Inputs:
     return from_values(yaml.safe_load(text), **given)
 
 
-def _first_row(file: Path) -> str:
-    """Return the key by which the rows of a JSONL file are read.
+def _first_row(file: Path, framework: str) -> tuple[str, str]:
+    """Return how the rows of a JSONL file are read, one of `ROWS`, and the key by which.
 
     Raises:
-        PoSEError: there is no such file, or its first row has none of the known keys.
+        PoSEError: there is no such file, or its first row lacks what the frameworks read.
     """
     try:
         with file.open(encoding="utf-8") as lines:
             values = json.loads(next((line for line in lines if line.strip()), "{}"))
     except (OSError, ValueError) as error:
         raise PoSEError(f"--data {file}: {error}; give a JSONL file") from None
-    found = [key for key in ROWS if isinstance(values, Mapping) and key in values]
-    if not found:
+    key = next((key for key in ROWS if isinstance(values, Mapping) and key in values), None)
+    if key is None:
         raise PoSEError(f"--data {file}: the first row has none of the keys {', '.join(ROWS)}; rename its fields")
-    return found[0]
+    missing = [name for name in NEEDED[framework].get(key, ()) if name not in values]
+    if missing:
+        raise PoSEError(f"--data {file}: the first row has {key} and lacks {', '.join(missing)}; add or rename fields")
+    if key not in TURNS:
+        return key, key
+    turns = values[key] if isinstance(values[key], list) else []
+    for row, names in TURNS.items():
+        # A call of a tool has no content.
+        if turns and all(isinstance(turn, Mapping) and names[0] in turn for turn in turns) and names[1] in turns[0]:
+            return row, key
+    known = " or ".join(" and ".join(names) for names in TURNS.values())
+    raise PoSEError(f"--data {file}: the first row's {key} is not a list of turns with {known}; rename their fields")
 
 
 def _layer_class(config: Mapping[str, Any]) -> str:

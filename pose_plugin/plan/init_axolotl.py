@@ -64,16 +64,12 @@ def _rate(value: float) -> str:
 
 def _rows(setup: Setup) -> Lines:
     """Return how Axolotl reads the rows: the lines of the data set's block."""
+    chat = [("type: chat_template", ""), (f"field_messages: {setup.key}", "")]
     answers = [("roles_to_train: [assistant]", setup.reasons["answers"]), ("train_on_eos: turn", "")]
     return {
         "input_ids": [("type:", setup.reasons["input_ids"])],
-        "messages": [("type: chat_template", ""), ("field_messages: messages", ""), *answers],
-        "conversations": [
-            ("type: chat_template", ""),
-            ("field_messages: conversations", ""),
-            ("message_property_mappings: {role: from, content: value}", ""),
-            *answers,
-        ],
+        "messages": [*chat, *answers],
+        "conversations": [*chat, ("message_property_mappings: {role: from, content: value}", ""), *answers],
         "text": [("type: completion", ""), ("field: text", "")],
         "instruction": [("type: alpaca", "")],
     }[setup.row]

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 _ROWS_OF_STEP = 64
 # The keys by which rows are read; of several in a row, the first one here counts.
 ROWS = ("input_ids", "messages", "conversations", "text", "instruction")
+# The usual key of a chat, by how its turns name the speaker and the text. Some files have the one key and the other
+# names.
+TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+# What else must be in a row, with Axolotl and with TRL.
+NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "axolotl": {"instruction": ("output",), "input_ids": ("attention_mask", "labels")},
+    "trl": {"instruction": ("output",)},
+}
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,8 @@ class Setup:
         base: a folder or a hub name.
         data: a JSONL file.
         output: the run's output folder.
-        row: the key by which its rows are read, one of `ROWS`.
+        row: how its rows are read, one of `ROWS`; of chats, what `TURNS` says.
+        key: by which they are read.
         original, target, window: L_0, L_t and L_c, tokens.
         gpus: how many; 0 for a CPU.
         method: full, lora or qlora.
@@ -30,6 +39,7 @@ class Setup:
     data: str
     output: str
     row: str
+    key: str
     original: int
     target: int
     window: int
@@ -47,7 +57,7 @@ class Setup:
 
     @property
     def chat(self) -> bool:
-        return self.row in ("messages", "conversations")
+        return self.row in TURNS
 
     @property
     def accumulate(self) -> int:

@@ -20,6 +20,7 @@ _ROWS = {
     data = data.map(to_messages, remove_columns=data.column_names)
 """,
 }
+_RENAMED = {"messages": '    data = data.rename_column("conversations", "messages")\n'}
 # TRL would cut longer conversations, and the last answers with them. Axolotl drops such rows, and so does the script.
 _DROP_LONG = """\
     conversations = len(data)
@@ -40,7 +41,7 @@ _TO_MESSAGES = '''
 def to_messages(row):
     """Return the turns under the names that chat templates know."""
     names = {"human": "user", "gpt": "assistant"}
-    turns = row["conversations"]
+    turns = row["KEY"]
     return {"messages": [{"role": names.get(t["from"], t["from"]), "content": t["value"]} for t in turns]}
 '''
 _PROMPT = '''
@@ -70,10 +71,11 @@ def write(setup: Setup) -> str:
             _arguments(setup),
             "\ntokenizer = AutoTokenizer.from_pretrained(BASE)\nif tokenizer.pad_token is None:\n"
             "    tokenizer.pad_token = tokenizer.eos_token\n",
-            _FUNCTIONS.get(setup.row, ""),
+            _FUNCTIONS.get(setup.row, "").replace("KEY", setup.key),
             "\n" * 2 if setup.row in _FUNCTIONS else "\n",
             "with args.main_process_first():\n",
             f'    data = load_dataset("json", data_files=DATA, split="train"){comment}\n',
+            "" if setup.row == setup.key else _RENAMED.get(setup.row, ""),
             _ROWS[setup.row],
             _DROP_LONG if setup.chat else "",
             _model(setup),

@@ -21,7 +21,12 @@ def datasets_of(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def steps_of(
-    cfg: Mapping[str, Any], rows_of_step: int, steps: int | None, rows: int | None, notes: list[str], apart: bool = False
+    cfg: Mapping[str, Any],
+    rows_of_step: int,
+    steps: int | None,
+    rows: int | None,
+    notes: list[str],
+    apart: bool = False,
 ) -> tuple[int | None, int | None]:
     """Return the steps of the training and the rows that they read, or None for what cannot be known here.
 

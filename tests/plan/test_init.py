@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import load_dataset
 
 from pose_plugin.cli.main import main
 from pose_plugin.plan.init_trl import literal
@@ -22,6 +23,8 @@ ROWS = {
     "messages": {"messages": [{"role": "user", "content": "w30"}, {"role": "assistant", "content": "w31"}]},
     "conversations": {"conversations": [{"from": "human", "value": "w30"}, {"from": "gpt", "value": "w31"}]},
     "instruction": {"instruction": "w30", "output": "w31"},
+    "roles": {"conversations": [{"role": "user", "content": "w30"}, {"role": "assistant", "content": "w31"}]},
+    "from": {"messages": [{"from": "human", "value": "w30"}, {"from": "gpt", "value": "w31"}]},
     "input_ids": {"input_ids": list(range(3, 60)), "attention_mask": [1] * 57, "labels": list(range(3, 60))},
 }
 
@@ -60,6 +63,40 @@ def test_plan_takes_what_init_writes(folder, row, capsys):
         plan["notes"] = [note for note in plan["notes"] if "type: completion" not in note]
     assert plans[0] == plans[1] and plans[0]["rows"] == 4
     assert not [each for each in plans[0]["warnings"] if "does not know" in each or "needs chats" in each]
+
+
+@pytest.mark.parametrize("row", ["messages", "conversations", "roles", "from"])
+def test_chats_are_read_by_the_names_of_their_turns(folder, row):
+    for name in ("c.yaml", "c.py"):
+        assert main(["init", "base", "--target-length", "512", "--data", f"{row}.jsonl", "--output", name]) == 0
+    (data,) = yaml.safe_load((folder / "c.yaml").read_text())["datasets"]
+    names = data.get("message_property_mappings", {"role": "role", "content": "content"})
+    assert [turn[names["content"]] for turn in ROWS[row][data["field_messages"]]] == ["w30", "w31"]
+    assert {turn[names["role"]] for turn in ROWS[row][data["field_messages"]]} <= {"user", "assistant", "human", "gpt"}
+    # What the script does to the data, without the frameworks.
+    script = ast.parse((folder / "c.py").read_text())
+    kept = [each for each in script.body if isinstance(each, ast.FunctionDef)]
+    (block,) = [each for each in script.body if isinstance(each, ast.With)]
+    found = {"load_dataset": load_dataset, "DATA": f"{row}.jsonl"}
+    exec(compile(ast.Module([*kept, *block.body[:2]], []), "c.py", "exec"), found)
+    assert found["data"][0]["messages"] == ROWS["messages"]["messages"]
+
+
+@pytest.mark.parametrize(
+    "row, missing, needs",
+    [
+        ({"instruction": "w30", "response": "w31"}, "lacks output", {"c.yaml": 2, "c.py": 2}),
+        # Axolotl takes rows for token ids only if they have all three; TRL makes the others.
+        ({"input_ids": [3, 4]}, "lacks attention_mask, labels", {"c.yaml": 2, "c.py": 0}),
+        ({"messages": [{"role": "user", "text": "w30"}]}, "messages is not a list of turns", {"c.yaml": 2, "c.py": 2}),
+        ({"conversations": []}, "role and content or from and value", {"c.yaml": 2, "c.py": 2}),
+    ],
+)
+def test_rows_that_lack_what_is_read(folder, capsys, row, missing, needs):
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for name, code in needs.items():
+        assert main(["init", "base", "--target-length", "512", "--data", "rows.jsonl", "--output", name]) == code
+        assert (missing in capsys.readouterr().err) is (code == 2)
 
 
 @pytest.mark.parametrize(

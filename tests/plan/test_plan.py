@@ -248,7 +248,9 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     assert note == "the number of steps is set to 1000, so the 96 rows of the data do not change it"
     part = {**data, "datasets": [{**data["datasets"][0], "split": "train"}, {**data["datasets"][0], "shards": 8}]}
     assert from_values(values(base, **part)).rows is None
-    assert from_values(values(base, **part)).notes == ["shards: 8 takes a part of the data, so its rows are not counted"]
+    assert from_values(values(base, **part)).notes == [
+        "shards: 8 takes a part of the data, so its rows are not counted"
+    ]
     elsewhere = {**data, "datasets": [{"path": "someone/data", "type": "chat_template"}]}
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
