@@ -132,6 +132,10 @@ class Measure(BaseModel):
         """Return what the evaluator model says about a length, as JSON; `run` finds it in `answers[length]`."""
         raise NotImplementedError
 
+    def ask_work(self, length: int) -> list[Work]:
+        """Return what `ask` takes of the evaluator at a length, for the forecast."""
+        return []
+
     def depends(self) -> dict[str, Any]:
         """Return what a result depends on, besides the model and the length; the key of what is kept on the disk."""
         return self.model_dump(exclude={"batch_size", "progress", "answers"})

@@ -19,7 +19,7 @@ from pose_plugin.evaluation.memory import TooLittleMemory, forecast, require_fit
 from pose_plugin.evaluation.model import device_of
 from pose_plugin.evaluation.questions import Answers, groups, unanswered
 from pose_plugin.evaluation.ranks import Ranks
-from pose_plugin.evaluation.results import ModelResult, Result, joined
+from pose_plugin.evaluation.results import ModelResult, Result, Work, joined
 from pose_plugin.evaluation.served import ServedModel, ServedSource, cost
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.journal import digest
@@ -58,6 +58,7 @@ class Session:
         self._said: dict[str, dict[int, Any]] = {}  # by the evaluator, per measure and length
         self._tokens: dict[str, str] = {}
         self._alone = True
+        self._evaluator: Source | None = None
 
     def check(self, sources: Sequence[Source], evaluator: Source | None, windows: Windows) -> None:
         """Check everything that can be checked without weights.
@@ -66,7 +67,7 @@ class Session:
             PoSEError: every option that cannot work, its value and the fix, one line each; two models of one name.
         """
         texts = next((measure.texts for measure in self.measures if measure.texts), [])
-        self._alone = len(sources) == 1
+        self._alone, self._evaluator = len(sources) == 1, evaluator
         everyone = {id(source): source for source in [*sources, *filter(None, [evaluator])]}.values()
         names = [source.name for source in everyone]
         if len(set(names)) < len(names):
@@ -120,8 +121,12 @@ class Session:
         return sentences
 
     def forecast(self, sources: Sequence[Source]) -> str:
-        """Return how long everything that is missing will take, and how much memory."""
+        """Return how long everything that is missing will take, and how much memory; also of the evaluator."""
         parts = []
+        for source in filter(None, [self._evaluator]):
+            asked = [(m.name, work) for m in self._asking(source) for n in self._unsaid(m) for work in m.ask_work(n)]
+            if asked:
+                parts.append(f"{source.name}, as the evaluator\n{self._timed(self._open(source), asked, source)}")
         for source in sources:
             missing, text = self._missing(source), "  nothing is missing"
             if missing:
@@ -179,6 +184,10 @@ class Session:
             keys = {n: self.kept.key(evaluator, measure, n, "answer") for n in measure.pieces()}
             kept = {n: self.kept.journal.get(key) for n, key in keys.items()}
             self._said[measure.name] = {n: rows[-1]["result"] for n, rows in kept.items() if rows}
+
+    def _unsaid(self, measure: Measure) -> list[int]:
+        """Return the lengths about which the evaluator has not said anything yet."""
+        return [n for n in measure.pieces() if n not in self._said[measure.name]]
 
     def _asking(self, evaluator: Source) -> list[Measure]:
         return [measure for measure in self._prepared[evaluator.name] if measure.needs_evaluator]
@@ -312,9 +321,11 @@ class Session:
     def _forecast(self, model: Any, missing: Sequence[tuple[Measure, int]], source: Source) -> str:
         if isinstance(model, ServedModel):
             return cost(model, missing, self._answers[source.name])
+        return self._timed(model, [(measure.name, measure.work(n)) for measure, n in missing], source)
+
+    def _timed(self, model: Any, works: Sequence[tuple[str, Work]], source: Source) -> str:
         try:
-            batch_size = self.measures[0].batch_size
-            return forecast(model, [(measure.name, measure.work(n)) for measure, n in missing], batch_size)
+            return forecast(model, works, self.measures[0].batch_size)
         except PoSEError:
             raise
         except Exception as error:

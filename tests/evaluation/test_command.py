@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -342,6 +343,16 @@ def test_topics_and_the_plan(folders, tmp_path, capsys):
     assert run(*arguments, "--no-figures") == 0
     row = json.loads((tmp_path / "results.json").read_text())["models"][0]
     assert row["topics"]["scores"] == {"topics/first/1000": 0.0} and row["topics"]["rows"][0]["note"] == "chance 1/5"
+
+
+def test_the_plan_counts_the_evaluator(folders, tmp_path, capsys):
+    arguments = [folders / "base", "--lengths", "300", "--tasks", "longppl", "--texts", folders / "text.txt",
+                 "--short-context", "100", "--evaluator", folders / "adapter", "--output", tmp_path, "--plan"]  # fmt: skip
+    assert run(*arguments) == 0
+    evaluator, model = capsys.readouterr().out.strip().split("\n\n")
+    assert re.findall(r"longppl +(\d+) tokens × +(\d+)  about", model) == [("300", "1")]
+    assert evaluator.startswith("adapter, as the evaluator\n")
+    assert re.findall(r"longppl +(\d+) tokens × +(\d+)  about", evaluator) == [("300", "1"), ("125", "8")]
 
 
 def test_a_stop_keeps_what_is_finished_and_the_same_command_goes_on(folders, tmp_path, capsys, monkeypatch):

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pose_plugin.evaluation import memory
+from pose_plugin.evaluation.losses import losses_of
 from pose_plugin.evaluation.measures.gap import Gap, gap_probe
 from pose_plugin.evaluation.measures.longppl import LongPPL, longppl
 from pose_plugin.utils.errors import PoSEError
@@ -105,6 +106,22 @@ def test_texts_are_cut_to_the_length(tokenizer):
     measures = [asked(Copier(30), tokenizer, [repeated(30, 3)[:n]], 70, 16) for n in (70, 90)]
     assert measures[0].answers == measures[1].answers == {70: [list(range(30, 70))]}
     assert measures[0].run(Copier(30), 70) == measures[1].run(Copier(30), 70)
+
+
+@pytest.mark.parametrize("name", ["single digits", "with BOS"])
+def test_the_forecast_counts_what_the_evaluator_reads(tokenizers_by_name, monkeypatch, name):
+    read = []
+
+    def counted(model, windows, *rest):
+        read.append((len(windows[0]), len(windows)))
+        return losses_of(model, windows, *rest)
+
+    monkeypatch.setattr("pose_plugin.evaluation.losses.losses_of", counted)
+    measure = asked(Copier(30), tokenizers_by_name[name], [repeated(30, 4)] * 3, 82, 16)
+    whole, pieces = measure.ask_work(82)
+    assert read.pop(0) == (whole.length, whole.sequences) == (82, 3)
+    # The last piece of a text is shorter.
+    assert (max(n for n, _ in read), sum(count for _, count in read)) == (pieces.length, pieces.sequences)
 
 
 def test_longppl_in_chunks_is_the_same(tokenizer, make_llama, monkeypatch):

@@ -94,6 +94,10 @@ class LongPPL(Measure):
     def work(self, length: int) -> Work:
         return Work(length, len(self._documents(length)))
 
+    def ask_work(self, length: int) -> list[Work]:
+        texts, pieces = len(self._documents(length)), len(self._starts(length))
+        return [Work(length, texts), Work(min(self._first + self._step, length), texts * pieces)]
+
     def ask(self, evaluator: Any, length: int) -> list[list[int]]:
         """Return the positions of the key tokens of each text.
 
@@ -107,7 +111,7 @@ class LongPPL(Measure):
         near = [np.empty(length - first, np.float64) for _ in windows]
         # Tokens first … length-1, `step` at a time, each group with the K tokens before it.
         step = self._step
-        starts = [(i, start) for i in range(len(windows)) for start in range(first, length, step)]
+        starts = [(i, start) for i in range(len(windows)) for start in self._starts(length)]
         for size in dict.fromkeys(min(step, length - start) for _, start in starts):
             same = [(i, start) for i, start in starts if min(step, length - start) == size]
             rows = [[*self._begin, *windows[i][start - self._short : start + size]] for i, start in same]
@@ -155,6 +159,10 @@ class LongPPL(Measure):
     def _step(self) -> int:
         """The windows of the short side slide on by a quarter of K, so each token has K to 1.25 K before it."""
         return max(1, self._short // 4)
+
+    def _starts(self, length: int) -> range:
+        """Return the first position of each group of tokens that the evaluator reads with a short context."""
+        return range(self._first, length, self._step)
 
     def _documents(self, length: int) -> list[list[int]]:
         used = tokenized(self._tokenizer, self._ids, length, self._begin, self.max_tokens)
