@@ -107,8 +107,9 @@ class EvaluationCallback(TrainerCallback):
             if tokenizer is None:
                 raise PoSEError("EvaluationCallback has no tokenizer: give it one, or the trainer a processing_class")
             model = in_step(model, self.trainer)
-            # Before long prompts are made that no memory could read.
-            require_room(unwrap(model).config, min(self.lengths, default=1), device_of(model))
+            if any(measure.reads_lengths for measure in self.measures):
+                # Before long prompts are made that no memory could read.
+                require_room(unwrap(model).config, min(self.lengths, default=1), device_of(model))
             for measure in self.measures:
                 try:
                     if self.where_possible:

@@ -56,6 +56,7 @@ class Measure(BaseModel):
         log_scale: whether the picture's vertical axis is logarithmic.
         by_default: whether it is measured if the user names no measures.
         needs_texts: whether it measures on texts of the user.
+        reads_lengths: whether it reads texts of the lengths asked for, and not shorter ones.
         needs_evaluator: whether another model has to say first what is measured; see `ask`.
         on_a_server: whether a served model can be measured; see `asking.Asking`. Servers give no logits.
         while_training: whether it can be part of the `evaluate:` block.
@@ -80,6 +81,7 @@ class Measure(BaseModel):
     log_scale: ClassVar[bool] = False
     by_default: ClassVar[bool] = False
     needs_texts: ClassVar[bool] = False
+    reads_lengths: ClassVar[bool] = True
     needs_evaluator: ClassVar[bool] = False
     on_a_server: ClassVar[bool] = False
     while_training: ClassVar[bool] = True

@@ -77,11 +77,11 @@ class Session:
         for source in everyone:
             with complaints:
                 served = isinstance(source, ServedSource)
-                if not served:
+                possible = [measure for measure in self.measures if measure.on_a_server or not served]
+                if not served and any(measure.reads_lengths for measure in possible):
                     # Before long prompts are made that no memory could read.
                     require_room(source.config, min(self.lengths), device)
                 self._answers[source.name] = self.kept.answers(source)
-                possible = [measure for measure in self.measures if measure.on_a_server or not served]
                 self._prepared[source.name] = [measure.model_copy() for measure in possible]
                 for measure in self._prepared[source.name]:
                     measure.keep_in(self._answers[source.name])

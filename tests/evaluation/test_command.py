@@ -215,6 +215,25 @@ def test_a_length_that_no_memory_holds_makes_no_prompts(folders, tmp_path, capsy
     assert "passkey at 1000000000 was left out" in (tmp_path / "report.md").read_text()
 
 
+def test_far_positions_need_no_memory(folders, tmp_path, capsys):
+    """The gap probe reads short pieces, and `short` one window, whatever lengths are asked for."""
+    arguments = ["--lengths", "2000000000", "--texts", folders / "text.txt", "--no-figures", "--output", tmp_path]
+    assert run(folders / "base", "--tasks", "gap,short", *arguments) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["models"]
+    assert list(row["gap"]["scores"]) == ["gap_loss/640", "gap_loss/2000000000"]
+    assert run(folders / "base", "--tasks", "gap,passkey", *arguments) == 2
+    assert "length=2000000000 needs about" in capsys.readouterr().err
+
+
+def test_what_a_text_is_too_short_for_is_named(folders, tmp_path, capsys):
+    """Neither window follows from --lengths alone, so another length would be no mend."""
+    (tmp_path / "text.txt").write_text("a few words")
+    arguments = ["--lengths", "64", "--texts", tmp_path / "text.txt", "--no-figures", "--output", tmp_path]
+    for task, message in (("short", "short_length=256 "), ("gap", "tokens=64 "), ("perplexity", "length=64 ")):
+        assert run(folders / "base", "--tasks", task, *arguments) == 2
+        assert f"evaluate: {message}is more than the longest of 1 text has" in capsys.readouterr().err
+
+
 def test_a_model_that_loads_and_does_not_run(folders, tmp_path, capsys, monkeypatch):
     """As 4-bit weights whose kernel wants other sizes."""
 
@@ -347,8 +366,8 @@ def test_topics_and_the_plan(folders, tmp_path, capsys):
 
 def test_the_plan_counts_the_evaluator(folders, tmp_path, capsys):
     arguments = [folders / "base", "--lengths", "300", "--tasks", "longppl", "--texts", folders / "text.txt",
-                 "--short-context", "100", "--evaluator", folders / "adapter", "--output", tmp_path, "--plan"]  # fmt: skip
-    assert run(*arguments) == 0
+                 "--short-context", "100", "--evaluator", folders / "adapter", "--output", tmp_path]  # fmt: skip
+    assert run(*arguments, "--plan") == 0
     evaluator, model = capsys.readouterr().out.strip().split("\n\n")
     assert re.findall(r"longppl +(\d+) tokens × +(\d+)  about", model) == [("300", "1")]
     assert evaluator.startswith("adapter, as the evaluator\n")

@@ -52,7 +52,7 @@ def test_the_guard_takes_the_window_that_extend_context_has_noted(make_llama, to
     assert guard.pieces() == [256]
     expected = perplexity(model, tokenizer, [TEXT], [256], max_windows=2, progress=False).by_length()[256].score
     assert guard.run(model, 256).metrics() == {"short_perplexity/256": expected}
-    with pytest.raises(PoSEError, match=r"evaluate.tasks=short: length=9000"):
+    with pytest.raises(PoSEError, match=r"evaluate.tasks=short: short_length=9000"):
         prepared(Short(texts=[TEXT], short_length=9000), model, tokenizer)
 
 

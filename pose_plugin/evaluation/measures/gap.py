@@ -47,6 +47,7 @@ class Gap(Measure):
     label: ClassVar[str] = "loss of the moved tokens (nats)"
     x_label: ClassVar[str] = "farthest position"
     needs_texts: ClassVar[bool] = True
+    reads_lengths: ClassVar[bool] = False
 
     max_windows: PositiveInt = Field(
         8, description="pieces of text (the command reads 8)", json_schema_extra={"training": 10}
@@ -62,7 +63,8 @@ class Gap(Measure):
         if size < 10 or self._lengths[0] < size:
             raise PoSEError(f"lengths={self._lengths}: each must be at least the {max(size, 10)} tokens of a piece")
         begin = leading_ids(self._tokenizer)
-        used, own = tokenized(self._tokenizer, self.texts, size, begin), size - len(begin)
+        named = "tokens", f"a length below {size}, which makes shorter pieces"
+        used, own = tokenized(self._tokenizer, self.texts, size, begin, None, named), size - len(begin)
         pieces = [[*begin, *ids[at : at + own]] for ids in used for at in range(0, len(ids) - own + 1, own)]
         if len(pieces) > self.max_windows:
             pieces = [pieces[i * len(pieces) // self.max_windows] for i in range(self.max_windows)]

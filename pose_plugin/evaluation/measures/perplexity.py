@@ -60,6 +60,8 @@ class Perplexity(Measure):
     log_scale: ClassVar[bool] = True
     needs_texts: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
+    size: ClassVar[tuple[str, str]] = ("length", "other lengths")
+    """The setting that a text can be too short for, and what else to give."""
 
     stride: Length | None = Field(
         None, description="tokens between the starts of two windows; default: half of each length"
@@ -82,7 +84,8 @@ class Perplexity(Measure):
             self._begin = [self._tokenizer.bos_token_id] if self.bos else []
         if self._begin == [None]:
             raise PoSEError("bos=True, but this tokenizer has no begin-of-text token; leave bos out")
-        self._documents = tokenized(self._tokenizer, self.texts, self._lengths[-1], self._begin, self.max_tokens)
+        longest = self._lengths[-1]
+        self._documents = tokenized(self._tokenizer, self.texts, longest, self._begin, self.max_tokens, self.size)
 
     def work(self, length: int) -> Work:
         return Work(length, len(self._windows(length)))
@@ -170,7 +173,12 @@ class _Tally:
 
 
 def tokenized(
-    tokenizer: Any, texts: Sequence[Any], length: int, begin: Sequence[int], max_tokens: int | None = None
+    tokenizer: Any,
+    texts: Sequence[Any],
+    length: int,
+    begin: Sequence[int],
+    max_tokens: int | None = None,
+    size: tuple[str, str] = Perplexity.size,
 ) -> list[list[int]]:
     """Return the token ids of each text that fills a window.
 
@@ -179,6 +187,7 @@ def tokenized(
         length: of the window in tokens.
         begin: ids before every window.
         max_tokens: tokens taken of each text.
+        size: where `length` is from, and what else to give, for the message.
 
     Raises:
         PoSEError: no text is long enough.
@@ -189,9 +198,9 @@ def tokenized(
     if not used or length < least:
         longest = max(map(len, documents), default=0)
         raise PoSEError(
-            f"length={length} is more than the longest of {len(documents)} texts has ({longest} tokens"
+            f"{size[0]}={length} is more than the longest of {counted(len(documents), 'text')} has ({longest} tokens"
             + (f", max_tokens={max_tokens}" if max_tokens else "")
-            + f"), or below the {least} tokens of the smallest window; give longer texts or other lengths"
+            + f"), or below the {least} tokens of the smallest window; give longer texts or {size[1]}"
         )
     return used
 

@@ -28,6 +28,8 @@ class Short(Perplexity):
     title: ClassVar[str] = "Short-context guard: perplexity at {length}"
     by_default: ClassVar[bool] = False
     ranked: ClassVar[bool] = False
+    reads_lengths: ClassVar[bool] = False
+    size: ClassVar[tuple[str, str]] = ("short_length", "a smaller short_length")
     comparison: ClassVar[tuple[str, str] | None] = ("against {first}", "skill")
 
     short_length: Length | None = Field(None, description="window length in tokens; default: the base's window")
