@@ -1,7 +1,7 @@
 """Read what a TRL script will train, without running it.
 
 The script is parsed, and the arguments of a few calls are read: `SFTConfig(…)`, `extend_context(…)`, `PoSECollator(…)`,
-`LoraConfig(…)` and others. Each must be a literal, or the name of a constant that the script assigns at its top. `*`
+`LoraConfig(…)` and others. Each must be a literal, or the name of a constant that the script sets once, at its top. `*`
 and `**` in these calls are refused.
 """
 
@@ -95,12 +95,14 @@ class _Script:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:
             raise PoSEError(f"{name} is not valid Python: {error}") from None
+        stored = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         self.constants = {
             target.id: node.value
             for node in tree.body
             if isinstance(node, ast.Assign)
             for target in node.targets
-            if isinstance(target, ast.Name)
+            # What is set again, even in a branch, may have another value by then.
+            if isinstance(target, ast.Name) and stored.count(target.id) == 1
         }
         methods = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self.part = next((f"{name}(…)" for name in _PARTS if name in methods), None)
@@ -141,8 +143,8 @@ class _Script:
             return ast.literal_eval(known)
         except (ValueError, TypeError, RecursionError):
             raise PoSEError(
-                f"{self.name}: {argument}={ast.unparse(node)} of {call} is neither a literal nor a constant at the top "
-                "of the script; write its value there, or give the settings as options"
+                f"{self.name}: {argument}={ast.unparse(node)} of {call} is neither a literal nor a constant that the "
+                "script sets once, at its top; write its value there, or give the settings as options"
             ) from None
 
     def others(self, call: str, *without: str) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class _Script:
 
     def values(self) -> dict[str, Any]:
         """Return what the script sets, by the keys of an Axolotl YAML."""
-        pose = self.others("PoSECollator", "0", "tokenizer", "collate")
+        pose = self.others("PoSECollator", "0", "1", "tokenizer", "collate")
         if "extend_context" in self.calls:
             rope = self.get("extend_context", "rope", self.get("extend_context", "2", "yarn"))
             more = self.others("extend_context", "0", "1", "2", "config", "target_length", "rope")

@@ -234,6 +234,8 @@ def test_plan_reads_any_trl_script(folder, capsys):
     plan = planned("s.py", capsys)
     assert (plan["window"], plan["target"], plan["sampler"], plan["steps"]) == (64, 512, "randpos", 10)
     assert plan["rope"]["parameters"]["rope_theta"] == 2e8
+    (folder / "s.py").write_text(SCRIPT.replace("PoSECollator(tokenizer, ", "PoSECollator(tokenizer, pad_rows, "))
+    assert from_script("s.py").settings.sampler == "randpos"
     run = from_script("s.py").run
     # Weights in float32, activations in bf16; TRL's defaults for what the script leaves out.
     assert (run.trained_bytes, run.weight_bytes, run.checkpointing, run.rows) == (4, 2, True, 2)
@@ -274,6 +276,12 @@ def test_the_rows_of_a_script(folder, call, rows):
         ("SFTConfig(", "TrainingArguments(", "SFTConfig"),
         ("PoSECollator(", "Collator(", "PoSECollator"),
         ("TARGET = 512", "TARGET = 512\nSFTConfig()", "SFTConfig"),
+        ("TARGET = 512", "TARGET = 512\nTARGET *= 2", "1=TARGET of extend_context is neither a literal nor"),
+        (
+            "TARGET = 512",
+            "TARGET = 512\nif LONG:\n    TARGET = 1024",
+            "a constant that the script sets once, at its top",
+        ),
         ("max_steps=10", "**COMMON", "s.py, line 5: **COMMON of SFTConfig(…) cannot be read; write its arguments into"),
         ("TARGET, rope", "*TARGET, rope", "s.py, line 3: *TARGET of extend_context(…) cannot be read"),
         ("TARGET = 512", "TARGET = (", "s.py is not valid Python"),
