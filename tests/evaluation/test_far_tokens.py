@@ -102,6 +102,13 @@ def test_a_begin_token_counts_in_the_length(tokenizers_by_name):
     assert details["plain_loss"] == pytest.approx((13 * math.log(VOCAB) + wrong - 49 * math.log(0.9)) / 63, rel=1e-5)
 
 
+def test_how_many_texts_a_length_reads(tokenizer):
+    texts = [repeated(30, 3)[:70], repeated(30, 3, seed=1)]
+    result = longppl(Copier(30), Copier(30), tokenizer, texts, [16, 70, 90], short_context=16, evaluator="c", **QUIET)
+    assert result.lengths == [70, 90] and "lengths of up to 16 tokens are left out" in result.definition
+    assert result.described.endswith("70: 80 of 108 tokens in 2 texts are key; 90: 60 of 74 tokens in 1 text are key.")
+
+
 def test_texts_are_cut_to_the_length(tokenizer):
     measures = [asked(Copier(30), tokenizer, [repeated(30, 3)[:n]], 70, 16) for n in (70, 90)]
     assert measures[0].answers == measures[1].answers == {70: [list(range(30, 70))]}

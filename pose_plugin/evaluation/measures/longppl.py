@@ -145,10 +145,10 @@ class LongPPL(Measure):
         count, all_tokens = sum(map(len, keys)), len(windows) * (length - self._first)
         loss, plain = (sum(column) / n for column, n in zip(zip(*found, strict=True), (count, all_tokens), strict=True))
         means = tuple(key / len(own) for (key, _), own in zip(found, keys, strict=True) if own)
-        note = f"{count} of {all_tokens} tokens are key"
+        note = f"{count} of {all_tokens} tokens in {counted(len(windows), 'text')} are key"
         details = {"loss": loss, "plain_loss": plain, "plain_tokens": all_tokens}
         row = Row(length, math.exp(min(loss, 700)), count, samples=means, note=note, details=details)
-        return Result(self.name, self._definition(len(windows)), (row,))
+        return Result(self.name, self._definition(), (row,))
 
     @property
     def _first(self) -> int:
@@ -168,12 +168,12 @@ class LongPPL(Measure):
         used = tokenized(self._tokenizer, self._ids, length, self._begin, self.max_tokens)
         return [[*self._begin, *ids[: length - len(self._begin)]] for ids in used]
 
-    def _definition(self, texts: int) -> str:
-        read = counted(texts, "text")
+    def _definition(self) -> str:
         return (
-            f"LongPPL (arXiv 2410.23771): perplexity over key tokens of {read}, each cut to `length` tokens. A "
-            f"token is key if the evaluator, {self.evaluator}, gives it a log-probability above {self.beta:g} "
-            f"with all before it, and gains more than {self.alpha:g} over the last {self._short} (to "
+            "LongPPL (arXiv 2410.23771): perplexity over key tokens of the texts that have `length` tokens, each cut "
+            f"to them; lengths of up to {self._short} tokens are left out. A token is key if the evaluator, "
+            f"{self.evaluator}, gives it a log-probability above {self.beta:g} with all before it, and gains more than "
+            f"{self.alpha:g} over the last {self._short} (to "
             f"{self._short + self._step}) tokens alone. An evaluator that is one of the models favours that model."
         )
 
