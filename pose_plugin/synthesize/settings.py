@@ -150,6 +150,12 @@ class Settings(BaseModel):
             raise ValueError(f"--tasks {value} names a task twice; name it once, with one count")
         return tasks
 
+    @field_validator("tasks")
+    @classmethod
+    def _order_tasks(cls, value: dict[Task, Any]) -> dict[Task, Any]:
+        """Put the tasks into one order: they take documents in turn, so another one would give other requests."""
+        return {name: value[name] for name in get_args(Task) if name in value}
+
     @field_validator("languages", mode="before")
     @classmethod
     def _parse_languages(cls, value: Any) -> Any:

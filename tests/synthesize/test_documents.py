@@ -354,6 +354,15 @@ def test_tasks_and_languages_are_lists_with_commas(tmp_path):
     assert given.tasks == {"single": 20, "multi": None} and given.languages == ("en", "de")
 
 
+def test_the_order_in_which_tasks_are_named_changes_nothing(place, tmp_path, tokenizer):
+    """Another order would give each document another task, and all answers would be paid for again."""
+    asked = []
+    for tasks in ("single,multi,biography=1", "biography=1, multi,single"):
+        given = settings(place / "books", output=tmp_path, tasks=tasks)
+        asked.append([item.id for item in assign(collect(given, tokenizer), given)])
+    assert asked[0] == asked[1] and len(asked[0]) == 4
+
+
 @pytest.mark.parametrize("key", ["sk-SECRET-0123456789", "AIza.SECRET"])
 def test_a_key_in_place_of_its_variables_name_is_not_repeated(tmp_path, key):
     """Keys without a dash or dot look like a variable: the manifest holds no `key_variable` at all."""
