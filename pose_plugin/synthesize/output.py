@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pose_plugin.synthesize import prompts
+from pose_plugin.synthesize.documents import file_hash
 from pose_plugin.synthesize.quotes import Span
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, option
 from pose_plugin.utils.errors import PoSEError
@@ -127,12 +128,18 @@ class _Prompts(BaseModel):
     version: str
 
 
+class _Rows(BaseModel):
+    sha256: str
+
+
 class Manifest(BaseModel):
     """The parts of `manifest.json` that a later run compares."""
 
     settings: dict[str, Any]
     prompts: _Prompts
     tokenizer_sha256: str | None = None
+    files: dict[str, str] | None = None
+    rows: _Rows | None = None  # only once a run has written them
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -148,8 +155,14 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def require_own(folder: Path) -> None:
-    """Raise PoSEError if the folder holds rows that this command did not write, which it would overwrite."""
-    if read_manifest(folder) is None and not (folder / JOURNAL).exists():
+    """Raise PoSEError if the folder holds rows that this command did not write so, which it would overwrite."""
+    before, rows = read_manifest(folder), folder / ROWS
+    if before is not None and before.rows is not None and rows.exists() and file_hash(rows) != before.rows.sha256:
+        raise PoSEError(
+            f"{rows} was changed since this command wrote it, and would be overwritten. Move it away, or name another "
+            "folder"
+        )
+    if before is None and not (folder / JOURNAL).exists():
         for name in (ROWS, SOURCES):
             if (folder / name).exists():
                 raise PoSEError(

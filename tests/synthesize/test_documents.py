@@ -416,6 +416,23 @@ def test_rows_of_other_programs_are_not_overwritten(place, tmp_path, capsys):
     assert (tmp_path / "train.jsonl").read_text() == "mine"
 
 
+def test_rows_that_were_edited_are_not_overwritten(one_book, tmp_path, capsys):
+    """Who reads the rows, as the page advises, may delete bad ones."""
+    with Server() as server:
+        line = arguments(one_book, tmp_path, server.url)
+        assert main(line) == 0
+        path = tmp_path / "train.jsonl"
+        written = path.read_bytes()
+        path.write_bytes(written.replace(b"Answer 0.", b"A better one."))
+        edited = path.read_bytes()
+        assert main(line) == 2
+        assert "was changed since" in capsys.readouterr().err
+        assert path.read_bytes() == edited
+        path.rename(tmp_path / "mine.jsonl")
+        assert main(line) == 0
+    assert path.read_bytes() == written
+
+
 def test_output_files_are_not_read_as_documents(tmp_path, tokenizer):
     """--output in a folder of documents, or that folder itself, and the same command again."""
     (tmp_path / "text.txt").write_text(story(1, 900))
