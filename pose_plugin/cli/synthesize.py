@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise PoSEError(f"--output {settings.output} is a file; name a folder")
 
     from pose_plugin.synthesize.estimate import Plan, describe
-    from pose_plugin.synthesize.output import require_own, require_same
+    from pose_plugin.synthesize.output import require_own, require_same, require_same_files
     from pose_plugin.synthesize.paid import Answers
     from pose_plugin.synthesize.run import key_from
     from pose_plugin.synthesize.run import run as run_items
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
     with tqdm(desc="reading", unit="document", disable=args.quiet, leave=False) as bar:
         found = collect(settings, tokenizer, bar.update)
+    if not args.accept_changes:
+        require_same_files(settings.output, found.files)
     items = assign(found, settings)
     answers = Answers(settings.output / JOURNAL, Cleaner())
     print(describe(Plan(items, settings), found, items, answers, settings), flush=True)

@@ -192,6 +192,32 @@ def require_same(folder: Path, settings: Settings, tokenizer: Any) -> None:
         )
 
 
+def require_same_files(folder: Path, files: dict[str, str]) -> None:
+    """Raise PoSEError if the folder was begun with other documents: with them, tasks change for those that stayed.
+
+    Args:
+        files: path → sha256 of its bytes.
+    """
+    before = read_manifest(folder)
+    if before is None or before.files is None or before.files == files:
+        return
+    old = before.files
+    sorts = {
+        "new": [path for path in files if path not in old],
+        "gone": [path for path in old if path not in files],
+        "changed": [path for path in files if path in old and old[path] != files[path]],
+    }
+    differs = [
+        f"{sort}: {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
+        for sort, paths in sorts.items()
+        if paths
+    ]
+    raise PoSEError(
+        f"--output {folder} was started with other documents ({'; '.join(differs)}), with which answers may be paid "
+        "for again. Name another folder, or add --accept-changes, which reuses the answers to unchanged requests"
+    )
+
+
 def described_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings for the manifest, without those that may hold a secret: the key's name and the address."""
     return settings.model_dump(mode="json", exclude={"base_url", "key_variable"})

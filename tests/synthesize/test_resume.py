@@ -213,6 +213,27 @@ def test_settings_that_change_no_request_may_differ(one_book, tmp_path, change):
         assert len(server.log) == 1
 
 
+def test_other_documents_are_refused(tmp_path, capsys):
+    """Tasks take the documents in turn: with one more, others change their task, and are paid for again."""
+    place, output = make_place(tmp_path / "place", books=3), tmp_path / "output"
+    books = place / "books"
+    with Server() as server:
+        line = arguments(place, output, server.url, "--tasks", "multi,biography")
+        assert main(line) == 0
+        asked, before = len(server.log), lines(output / "train.jsonl")
+        (books / "book1.txt").rename(tmp_path / "away.txt")
+        (books / "new.txt").write_text(story(9, 3000), encoding="utf-8")
+        (books / "book0.txt").write_text(story(8, 3000), encoding="utf-8")
+        assert main(line) == 2
+        error = capsys.readouterr().err
+        assert all(f"{word} {books / name}" in error for word, name in CHANGED.items())
+        assert len(server.log) == asked and lines(output / "train.jsonl") == before
+        assert main([*line, "--accept-changes"]) == main(line) == 0
+
+
+CHANGED = {"new:": "new.txt", "gone:": "book1.txt", "changed:": "book0.txt"}
+
+
 def test_a_damaged_manifest(one_book, tmp_path, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps({"settings": {}})[:-1])
     assert main(arguments(one_book, tmp_path, "http://127.0.0.1:9/v1")) == 2
