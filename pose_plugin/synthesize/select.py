@@ -26,7 +26,7 @@ from pose_plugin.utils.clean import tidy
 from pose_plugin.utils.errors import PoSEError, pip_install
 from pose_plugin.utils.log import printable
 
-SAME = "the same text again"
+SAME, ALIKE = "the same text again", "nearly the same text again"
 # Cosines of documents. Below RELATED two share a language but no subject, above COPY there is nothing to compare.
 RELATED, COPY = 0.1, 0.9
 # Rows of the similarity matrix that are computed at a time.
@@ -93,11 +93,16 @@ class _Band:
 
     def __init__(self, settings: Settings, tokenizer: Any, found: Collection) -> None:
         self._settings, self._tokenizer, self._found = settings, tokenizer, found
-        self._spool, self._copies = Spool(), Copies()
+        self._spool, self._copies, self._split = Spool(), Copies(), Copies()
 
     def add(self, source: str, index: int, text: str) -> None:
         settings, found = self._settings, self._found
-        for part, (piece, tokens) in enumerate(self._cut(text)):
+        cut = list(self._cut(text))
+        # Pieces of two editions begin at other places, so that none is like another.
+        if len(cut) > 1 and self._split.like(text):
+            found.dropped[ALIKE] += 1
+            return
+        for part, (piece, tokens) in enumerate(cut):
             if tokens > settings.longest:
                 found.dropped[f"longer than {settings.longest} tokens (--max-tokens)"] += 1
             elif tokens < min(settings.min_short, settings.shortest):
@@ -106,7 +111,7 @@ class _Band:
                 found.dropped[SAME] += 1
             # Short documents on one subject may well be alike. `groups` keeps copies apart.
             elif tokens >= settings.shortest and self._copies.like(piece):
-                found.dropped["nearly the same text again"] += 1
+                found.dropped[ALIKE] += 1
             else:
                 place = self._spool.add(piece)
                 document = Document(source, index, part, digest(piece), tokens, len(piece), self._spool, place)
@@ -118,9 +123,9 @@ class _Band:
         if tokens <= settings.longest or settings.longer == "drop":
             yield text, tokens
             return
-        # 5 % less, as a piece may have more tokens per character than the whole text.
+        # 5 % less, as a piece may have more tokens per character than the whole text. One with far more is cut again.
         for piece in pieces(text, tokens, round(settings.longest * 0.95)):
-            yield piece, self._count(piece)
+            yield from self._cut(piece)
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

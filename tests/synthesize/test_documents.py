@@ -142,6 +142,26 @@ def test_editions_of_one_book(tmp_path, tokenizer):
     assert found.dropped == {"nearly the same text again": 1}
 
 
+def test_editions_of_one_book_that_is_split(tmp_path, tokenizer):
+    """Their pieces do not begin at the same places, so that each shares only a part with each of the other edition."""
+    book = story(1, 16000)
+    (tmp_path / "a.txt").write_text(book)
+    (tmp_path / "b.txt").write_text(f"{story(2, 2100)}\n\n{book}")
+    found = collect(settings(tmp_path, longer="split"), tokenizer)
+    assert {document.source[-5] for document in found.long} == {"a"}
+    assert found.dropped == {"nearly the same text again": 1}
+
+
+def test_pieces_of_a_text_whose_parts_differ_in_density_fit(tmp_path, tokenizer):
+    """Sizes are measured by the mean, and a Japanese character has three tokens here, an English one has one."""
+    japanese = "".join(random.Random(1).choices("鯨は夜明けに浮かび上がった", k=6000))
+    (tmp_path / "text.txt").write_text(f"{story(1, 9000)}\n\n{japanese}", encoding="utf-8")
+    found = collect(settings(tmp_path, longer="split"), tokenizer)
+    assert found.dropped == {}
+    assert sum(document.characters for document in found.long) >= 14900
+    assert max(document.tokens for document in found.long) <= 4500
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_sketches_estimate_the_share_of_runs(share):
     words = [str(number) for number in range(8000)]
