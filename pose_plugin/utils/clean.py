@@ -13,6 +13,8 @@ from pose_plugin.utils.log import CONTROLS
 SHORTEST_SECRET = 8
 # What may stand between two characters of a secret: spaces, also as JSON writes them, and control characters.
 _GAP = r"(?:\s|\\[bfnrt]|(?i:\\u00[0189][0-9a-f]))*"
+# Also those of Word, of pages and of EBCDIC: without them, two words would become one.
+_LINE_ENDS = re.compile("(?:\r?\n)?\x0c|\r\n?|\x0b|\x85")
 
 
 class Cleaner:
@@ -51,7 +53,7 @@ def _spellings(character: str) -> str:
 
 def without_controls(text: str) -> str:
     """Normalize line ends, and remove control characters and lone surrogates, which no file can hold."""
-    return CONTROLS.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return CONTROLS.sub("", _LINE_ENDS.sub("\n", text))
 
 
 def tidy(text: str) -> str:

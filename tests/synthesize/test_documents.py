@@ -288,6 +288,11 @@ def test_tidy():
     assert tidy("\ufeff a\r\nb\rc\0\x07\ud800\n\n\n\n\n\nd\t ") == "a\nb\nc\n\n\nd"
 
 
+def test_no_line_end_joins_words():
+    """Word breaks lines by a vertical tab, pdftotext pages by a form feed, EBCDIC lines by U+0085."""
+    assert tidy("a\x0bb\x0cc\n\x0cd\r\n\x0ce\x85f") == "a\nb\nc\nd\ne\nf"
+
+
 def test_pieces_lose_nothing_and_end_at_borders():
     text = story(1, 3000)
     parts = pieces(text, 3000, 700)
