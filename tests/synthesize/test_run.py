@@ -37,6 +37,17 @@ def test_single_detail_from_documents_to_rows(place, tmp_path):
         assert all(len(quotes) == 2 for quotes in source["quotes"])
 
 
+def test_a_question_of_two_passages_is_asked_once(one_book, tmp_path):
+    """Each passage has its own request, so two may give the same question, with different answers."""
+    with Server(write=lambda prompt: re.sub(r" of On day \w+", " of the ship", write_answer(prompt))) as server:
+        assert main(arguments(one_book, tmp_path, server.url)) == 0
+        assert len(server.log) == 5
+    (row,) = lines(tmp_path / "train.jsonl")
+    asked = [message["content"].rsplit("\n", 1)[-1] for message in row["messages"][::2]]
+    assert len(asked) == len(set(asked)) == 2
+    assert manifest(tmp_path)["left_out"] == {"asked twice": 8}
+
+
 def test_biographies(one_book, tmp_path):
     with Server() as server:
         assert main(arguments(one_book, tmp_path, server.url, "--tasks", "biography")) == 0

@@ -19,6 +19,7 @@ from pose_plugin.synthesize.settings import Settings
 
 # Tokens of a prompt's own words, in any tokenizer that was trained on English.
 PROMPT_TOKENS = 350
+TWICE = "asked twice"
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,24 @@ def questions_into(
 def _problem(question: Question, quotes: list[Span], settings: Settings, seen: set[str]) -> str | None:
     if not question.question or not question.answer:
         return "without a question or an answer"
-    plain = " ".join(question.question.casefold().split())
+    plain = _plain(question.question)
     if plain in seen:
-        return "asked twice"
+        return TWICE
     seen.add(plain)
     return "quotes are not where they should be in the text" if settings.check_quotes and not quotes else None
+
+
+def _plain(question: str) -> str:
+    return " ".join(question.casefold().split())
+
+
+def each_once(turns: list[Turn], made: Made) -> list[Turn]:
+    """Return the turns of several answers without repeated questions, which may have different answers."""
+    kept: dict[str, Turn] = {}
+    for turn in turns:
+        kept.setdefault(_plain(turn.question), turn)
+    made.dropped += Counter({TWICE: len(turns) - len(kept)})
+    return list(kept.values())
 
 
 async def ask_all(client: Client, requests: list[Request[Any]], made: Made) -> list[Any]:

@@ -21,6 +21,7 @@ from pose_plugin.synthesize.tasks.common import (
     Item,
     Made,
     ask_all,
+    each_once,
     questions_into,
     tokens_of,
 )
@@ -50,7 +51,7 @@ async def make(item: Item, settings: Settings, client: Client) -> Made:
         # The first pieces get the remainder of the questions.
         count = settings.questions // len(chosen) + (number < settings.questions % len(chosen))
         requests.append(_request(item, number, part, text.index(part), count, settings, made))
-    turns = [turn for found in await ask_all(client, requests, made) if found for turn in found]
+    turns = each_once([turn for found in await ask_all(client, requests, made) if found for turn in found], made)
     # In the order of the text, the last answer's place would reveal where the next one is.
     draw.shuffle(turns)
     made.turns = turns
