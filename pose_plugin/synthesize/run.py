@@ -95,6 +95,7 @@ def run(items: list[Item], found: Collection, settings: Settings, tokenizer: Any
     key = key_from(settings)
     settings.output.mkdir(parents=True, exist_ok=True)
     clean = Cleaner(secrets_of(key, settings.base_url or os.environ.get("OPENAI_BASE_URL")))
+    _require_no_word(items, clean)
     answers = Answers(settings.output / JOURNAL, clean, write=True)
     ledger = Ledger(settings.price_input, settings.price_output, settings.budget)
     head = _head(found, settings, tokenizer)
@@ -110,6 +111,18 @@ def run(items: list[Item], found: Collection, settings: Settings, tokenizer: Any
     finally:
         answers.close()
     return result
+
+
+def _require_no_word(items: list[Item], clean: Cleaner) -> None:
+    """Raise PoSEError if a document holds the key: `[key]` would silently replace it in questions and answers."""
+    for item in items:
+        for document in item.documents:
+            if clean.hides_words_of(document.text):
+                raise PoSEError(
+                    f"{document.source} holds the key (or the user or password of the server's address), which is "
+                    "hidden in all answers. If the server needs no key, unset the variable; otherwise take it out of "
+                    "the document"
+                )
 
 
 async def _make_all(items: list[Item], settings: Settings, client: Client, server: Server) -> list[Made | None]:

@@ -30,7 +30,8 @@ class Cleaner:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         long = sorted({each for each in secrets if len(each) >= SHORTEST_SECRET}, key=len, reverse=True)
         # An answer may be cut off within the key, and half of it is too much.
-        half = [re.escape(each[: max(SHORTEST_SECRET, len(each) // 2)]) + r"[^\s\"',;<>]*" for each in long]
+        self._halves = [each[: max(SHORTEST_SECRET, len(each) // 2)] for each in long]
+        half = [re.escape(each) + r"[^\s\"',;<>]*" for each in self._halves]
         spelled = [_GAP.join(map(_spellings, each)) for each in long]
         self._secret = re.compile("|".join([*spelled, *half])) if long else None
 
@@ -38,6 +39,10 @@ class Cleaner:
         """Return a text of several lines without secrets and control characters."""
         text = without_controls(text)
         return self._secret.sub("[key]", text) if self._secret else text
+
+    def hides_words_of(self, text: str) -> bool:
+        """Return whether a text holds a secret or its first half: then that is a word, and would be lost."""
+        return any(half in text for half in self._halves)
 
     def line(self, text: str, length: int = 300) -> str:
         """Return the same in one line, cut off after `length` characters."""

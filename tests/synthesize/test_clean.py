@@ -47,6 +47,19 @@ def test_short_secrets_are_words():
     assert Cleaner(["none", ""]).text("none\r\nof them\x1b") == "none\nof them"
 
 
+def test_a_key_that_is_a_word_of_the_documents_is_refused(tmp_path, capsys, monkeypatch):
+    """Servers that need no key are often given `whatever`, and [key] would replace that word in the answers."""
+    place = make_place(tmp_path / "place", books=1)
+    (place / "books" / "word.txt").write_text(f"{story(1, 900)} They eat whatever they find.", encoding="utf-8")
+    with Server() as server:
+        line = arguments(place, tmp_path / "out", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "whatever")
+        assert main(line) == 2
+        assert "word.txt holds the key" in capsys.readouterr().err and not server.log
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        assert main(line) == 0
+
+
 def test_what_is_secret_in_an_address():
     found = secrets_of(KEY, "https://anna:p%40ssword1@host/v1?token=0123456789")
     assert {KEY, "p@ssword1", "p%40ssword1", "YW5uYTpwQHNzd29yZDE=", "0123456789"} <= set(found)
