@@ -63,7 +63,7 @@ class BeaconCache(PlainCache):
         signature: what the stream was made with (interval, layout, mask, layers). A model with another one refuses it.
         adapter: beacon embedding of the adapter that condensed it, (hidden,) in fp32. Another adapter refuses it.
         rope: frequencies of the base, (rotary size / 2,) in fp32; None in older files. Another RoPE refuses it.
-        mark: the tuner, adapter and version of weights that this cache was last compared with.
+        mark: the tuner's router, adapter and version of weights that this cache was last compared with.
         undoes: whether to keep `before`; assisted decoding may take back guesses that passed the end of an interval.
         before: the stream when the interval condensed last was still raw.
 

@@ -286,7 +286,8 @@ def check_origin(
         signature: see `Reading.signature`.
         row: the active adapter's beacon embedding, (hidden,).
         rope: the base's frequencies in radians per position, (rotary size / 2,).
-        mark: tuner, adapter and version of its weights. Compared once for each, since comparing waits for the device.
+        mark: the tuner's router, adapter and version of its weights. Compared once for each, since comparing waits for
+            the device. Not the tuner's number, which Python gives to a later one as well.
 
     Raises:
         PoSEError: another model, RoPE or adapter made it, so its memory means nothing here.

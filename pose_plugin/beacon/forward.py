@@ -331,7 +331,7 @@ class Reading:
         """Return the stream to continue, with as many rows as the input."""
         stream = stream_of(cache)
         row = self.embedding.row().detach()[0].float()
-        mark = (id(self), *self.active_adapters, self.embedding.version)
+        mark = (self.router, *self.active_adapters, self.embedding.version)
         rope = self.rotary.inv_freq.detach().float()
         checks.check_origin(stream, self.signature(), row, rope, mark)
         if stream.tokens and stream.batch_size != batch:

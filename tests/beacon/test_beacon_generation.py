@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from pose_plugin.beacon import BeaconCache, condensing
+from pose_plugin.beacon import BeaconCache, condensing, forward
 from pose_plugin.utils.errors import PoSEError
 from tests.models import ARCHITECTURES, make_base, make_beacon, make_config, make_ids, unlike_base
 
@@ -150,6 +150,17 @@ def test_context_of_another_adapter(tmp_path):
         model(make_ids(3), past_key_values=loaded)
     model.set_adapter("default")
     model(make_ids(3), past_key_values=loaded)
+
+
+@torch.no_grad()
+def test_context_of_a_model_that_is_gone(monkeypatch):
+    """Python gives its number to a later model: of 30 models that were made in turn, three had that of another."""
+    monkeypatch.setattr(forward, "id", lambda value: 1, raising=False)
+    context = make_beacon().condense(make_ids(20))
+    other = make_beacon()
+    unlike_base(other, seed=7)
+    with pytest.raises(PoSEError, match="another adapter condensed it"):
+        other(make_ids(3), past_key_values=context)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
