@@ -31,8 +31,9 @@ class Generation:
         Args:
             inputs: prompt ids, (batch, tokens), rows of equal length; also accepted as `input_ids`.
             context: a condensed text to answer from; `inputs` is then only what follows it, and the context is not
-                changed. A cache given as `past_key_values` is continued in place instead, by Hugging Face's convention:
-                `inputs` is the whole text, including what is in the cache.
+                changed. If it holds several texts, all questions on the first come first, as many as on each other. A
+                cache given as `past_key_values` is continued in place instead, by Hugging Face's convention: `inputs`
+                is the whole text, including what is in the cache.
             ratio: "adapt" or a fixed ratio for this call.
             ratios: one per interval of the prompt that is condensed; the last also applies to generated intervals.
             kwargs: of Hugging Face's generate.
@@ -143,7 +144,24 @@ def _past(inputs: Any, context: Any, kwargs: dict[str, Any], guesses: bool) -> B
             f"past_key_values: {stream.tokens} tokens are in the cache and inputs has {inputs.shape[1]}, so nothing is "
             "new; give the whole text, or only what follows with context=…"
         )
+    _require_beginning(inputs, stream)
     return stream
+
+
+def _require_beginning(inputs: torch.Tensor | None, stream: BeaconCache) -> None:
+    """Require that `inputs` begins with the text of the stream, as far as that is still known: while it is raw."""
+    text = stream.text
+    if inputs is None or text is None or text.dim() != 2 or inputs.shape[0] % text.shape[0]:
+        return
+    text = text.to(inputs.device).repeat_interleave(inputs.shape[0] // text.shape[0], dim=0)
+    other = (inputs[:, : stream.tokens] != text).any(0).nonzero()
+    if len(other):
+        first = int(other[0])
+        raise PoSEError(
+            f"past_key_values: token {first} of inputs is not the one in the cache, which would be read in its place. "
+            "Give the ids that generate returned and what follows, or only what follows with context=…, or remove the "
+            f"rest from the cache: crop(-{stream.tokens - first})"
+        )
 
 
 def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: BeaconCache) -> torch.Tensor:

@@ -194,6 +194,23 @@ def test_a_context_is_not_changed_and_the_old_word_is_refused():
         model(ids, cache=context)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_of_another_text_is_refused(rows):
+    """E.g. a chat template that drops earlier thoughts: the cache would be read as if it held the new text."""
+    model, cache = make_beacon(headroom=0, **WINDOW), BeaconCache()
+    first = model.generate(make_ids(10), past_key_values=cache, max_new_tokens=4, **GREEDY)
+    asked = torch.cat([first, make_ids(3, seed=3)], dim=1).repeat(rows, 1)
+    other = asked.clone()
+    other[-1, 9] = 2 + (int(other[-1, 9]) - 1) % 60
+    with pytest.raises(PoSEError, match=r"token 9 of inputs is not .*crop\(-4\)"):
+        model.generate(other, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    again = cache.copy()
+    again.crop(-4)
+    for text, stream in ((asked, cache), (other, again)):
+        answer = model.generate(text, past_key_values=stream, max_new_tokens=5, **GREEDY)
+        assert torch.equal(answer, model.generate(text, max_new_tokens=5, **GREEDY))
+
+
 def test_condense_takes_what_a_tokenizer_returns():
     model, ids = make_beacon(), make_ids(20)
     encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
