@@ -236,7 +236,8 @@ def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler 
             "intervals may get different ones, and the ranks of DeepSpeed ZeRO-3 hang. Use an interval that is a "
             f"multiple of {multiple} (or divides it), or DDP or ZeRO-2"
         )
-    return IntervalSampler(lengths, interval, rows, ranks, seed=int(args.data_seed or args.seed))
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return IntervalSampler(lengths, interval, rows, ranks, seed=int(seed))
 
 
 def lengths_of(data: Any, longest: int | None = None) -> list[int] | None:

@@ -368,6 +368,12 @@ def test_padding_that_changes_interval_counts_is_refused_under_zero3():
     assert _group(trainer_for_two(2, 64), 96, None) is not None  # ranks do not wait for each other within a step
 
 
+def test_a_data_seed_of_zero_is_a_seed():
+    trainer = trainer_for_two(2, None)
+    trainer.args.data_seed, trainer.args.seed = 0, 5
+    assert list(_group(trainer, 96, None)) == list(_group(trainer_for_two(2, None), 96, None))
+
+
 def test_rows_that_were_packed_before_are_refused():
     """The trainer drops the lengths of their texts, which would be condensed into one another."""
     trainer = SimpleNamespace(args=SimpleNamespace(), accelerator=SimpleNamespace(), is_fsdp_enabled=False)
