@@ -8,6 +8,7 @@ A trainer whose model has a trainable Beacon adapter is bound when it begins to 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -99,13 +100,15 @@ class BeaconCallback(TrainerCallback):
         self.sampler = sampler
         self._watch: GradientWatch | None = None
         self._judged = False
-        self._next_epoch = 0
+        self._next_epoch = self._condensed = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_checkpointing(find_tuner(kwargs["model"])._decoder_layers)
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         self._judged = False
+        if self.sampler is not None and state.is_world_process_zero:
+            report_repeats(self.sampler)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.sampler is not None:
@@ -118,6 +121,7 @@ class BeaconCallback(TrainerCallback):
             self._watch = GradientWatch(find_tuner(kwargs["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._condensed = find_tuner(kwargs["model"]).condensed_since_step
         if self._watch is None:
             return
         norm = self._norm(kwargs["model"])
@@ -126,6 +130,16 @@ class BeaconCallback(TrainerCallback):
             self._watch, self._judged = None, True
             if state.is_world_process_zero:
                 log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tuner = find_tuner(kwargs["model"])
+        before, self._condensed = self._condensed, tuner.condensed_since_step
+        if not any(gather(self._condensed - before)) and not tuner.disabled and state.is_world_process_zero:
+            log.warning(
+                "beacons: no evaluation text was condensed, so eval_loss is the base's, whatever the beacons have "
+                "learned. Evaluate on texts that do not fit the window of %d tokens, or set `ratio` to a number",
+                tuner.window.size,
+            )
 
     def _norm(self, model: Any) -> float | None:
         """Return the norm of all ranks' gradients; None if no rank condensed anything.
@@ -153,6 +167,20 @@ class BeaconCallback(TrainerCallback):
                 "beacons: no training text was longer than one interval, so no beacon was trained. Use longer texts or "
                 "a smaller interval"
             )
+
+
+def report_repeats(sampler: IntervalSampler) -> None:
+    """Log how many rows an epoch has because some are read again; as a warning if they are more than a tenth."""
+    texts, rows = len(sampler.lengths), len(sampler)
+    if rows > texts:
+        log.log(
+            logging.WARNING if rows > 1.1 * texts else logging.INFO,
+            "beacons: an epoch reads %d rows instead of %d, because %d rows with the same number of intervals are read "
+            "at a time, and some again to fill that number. Smaller batches repeat less",
+            rows,
+            texts,
+            sampler.batch_size * sampler.ranks,
+        )
 
 
 class GradientWatch:

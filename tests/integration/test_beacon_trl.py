@@ -220,6 +220,32 @@ def test_texts_within_one_interval_are_warned_about(home):
     assert "no beacon was trained" in run(home, adapter={"interval": 32, "ratios": [2]}, max_length=30).output
 
 
+def test_evaluation_that_condenses_nothing_is_warned_about(home):
+    """Its loss is the base's, and stays so however long beacons are trained."""
+
+    def case(longest: int) -> float:
+        trainer = trainer_of(home, "transformers", max_steps=1)
+        trainer.train()
+        few = trainer.train_dataset.filter(lambda row: longest - 20 < len(row["input_ids"]) <= longest)
+        found = trainer.evaluate(few)["eval_loss"]
+        with trainer.model.disable_adapter():
+            return abs(found - trainer.evaluate(few)["eval_loss"])
+
+    raw, condensed = forked(case, 50), forked(case, 100)
+    assert raw.value == 0 and "no evaluation text was condensed" in raw.output
+    assert condensed.value > 1e-4 and "no evaluation text was condensed" not in condensed.output
+
+
+def test_texts_that_are_read_again_are_counted(home):
+    """Two or four rows have each of five numbers of intervals."""
+
+    def case(rows: int) -> None:
+        trainer_of(home, "transformers", max_steps=1, per_device_train_batch_size=rows).train()
+
+    assert "an epoch reads" not in forked(case, 2).output
+    assert "beacons: an epoch reads 40 rows instead of 16" in forked(case, 8).output
+
+
 def test_trainers_are_left_as_they_were(home):
     def case() -> tuple[bool, bool]:
         from transformers import Trainer
