@@ -304,7 +304,7 @@ def test_the_table_of_which_settings_quotes_the_results():
     assert len(re.findall(r"(?<!\d)\.\d+", table)) == 6, "a number that no test recomputes"
     names = benchmark("paper_tables").TABLES["settings"].rows
     margin, bare, unskipped, clamped = (float(tiny("settings", name)) for name in names)
-    assert abs(margin - bare) < 0.02 and unskipped < margin - 0.02 and clamped < bare - 0.02
+    assert max(abs(margin - bare), abs(margin - unskipped)) < 0.02 and clamped < bare - 0.02
 
 
 def test_the_table_of_when_it_pays_quotes_the_results():
