@@ -56,7 +56,10 @@ def names_of(labels: list[str], models: list[str]) -> dict[str, str]:
 
 def parse_extension(text: str) -> tuple[int, dict[str, Any]]:
     """(2048, {"type": "linear"}) for `target_length=2048,rope=linear`; further keys are those of `rope:`."""
-    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise PoSEError("a key stands in it twice; write each once, and --extend again for another variant")
     if "target_length" not in values:
         raise PoSEError("target_length is missing; write e.g. target_length=32k,rope=yarn")
     target = parse_length(values.pop("target_length"))
