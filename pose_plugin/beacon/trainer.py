@@ -136,8 +136,8 @@ class BeaconCallback(TrainerCallback):
         before, self._condensed = self._condensed, tuner.condensed_since_step
         if not any(gather(self._condensed - before)) and not tuner.disabled and state.is_world_process_zero:
             log.warning(
-                "beacons: no evaluation text was condensed, so eval_loss is the base's, whatever the beacons have "
-                "learned. Evaluate on texts that do not fit the window of %d tokens, or set `ratio` to a number",
+                "beacons: no evaluation text was condensed, so eval_loss is the base's and says nothing "
+                "about the beacons. Evaluate on texts that do not fit the window of %d tokens, or set `ratio` to a number",
                 tuner.window.size,
             )
 

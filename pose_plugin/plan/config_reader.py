@@ -119,7 +119,7 @@ def from_values(
         gpus: number of GPUs, which no YAML names.
         steps: of the training; None: `max_steps`, or epochs of the rows.
         rows: of the data set; None: the lines of its local .jsonl files.
-        apart: whether each epoch has steps of its own; see `steps_of`.
+        apart: whether each epoch is divided into steps separately; see `steps_of`.
 
     Raises:
         PoSEError: a value of a wrong type, or the base's config.json is not on this machine.
