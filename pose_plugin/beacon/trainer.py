@@ -137,7 +137,8 @@ class BeaconCallback(TrainerCallback):
         if not any(gather(self._condensed - before)) and not tuner.disabled and state.is_world_process_zero:
             log.warning(
                 "beacons: no evaluation text was condensed, so eval_loss is the base's and says nothing "
-                "about the beacons. Evaluate on texts that do not fit the window of %d tokens, or set `ratio` to a number",
+                "about the beacons. Evaluate on texts that do not fit the window of %d tokens, or set `ratio` to a "
+                "number",
                 tuner.window.size,
             )
 

@@ -32,7 +32,7 @@ def steps_of(
 
     Args:
         rows_of_step: the most that one step reads.
-        apart: whether each epoch is divided into steps separately, as in transformers, and not all epochs as in Axolotl.
+        apart: whether each epoch is divided into steps separately, as in transformers, or all together, as in Axolotl.
     """
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
