@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(BASE), help="folder of a model (default: the quick start's)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="tokens of a text")
     parser.add_argument("--questions", type=int, default=40, help="facts that are asked for (default 40)")
-    parser.add_argument("--prompts", type=int, default=3, help="single prompts that are timed (default 3)")
+    parser.add_argument("--prompts", type=int, default=1, help="single prompts that are timed (default 1)")
     args = parser.parse_args()
     lengths, prompts = ([2048], 1) if args.quick else (args.lengths, args.prompts)
     rows = [one(args.model, length, args.questions, prompts) for length in lengths]
