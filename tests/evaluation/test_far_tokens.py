@@ -225,7 +225,7 @@ def test_gap_pieces_and_their_number(make_llama, tokenizer):
         ({"lengths": []}, r"lengths=\[\]"),
         ({"lengths": [100], "tokens": 200}, "200 tokens"),
         ({"lengths": [100], "max_windows": 0}, "max_windows"),
-        ({"lengths": [900]}, "length=640"),
+        ({"lengths": [900]}, "tokens=640"),
     ],
 )
 def test_gap_bad_input(tokenizer, arguments, message):
