@@ -356,10 +356,12 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
     exact_counts = [round(30 * sum(v for (_, seed), v in exact.items() if seed == each)) for each in "123"]
     (more, interval), (more_than_no_skip, other) = difference(over_untrained), difference(over_no_skip)
     pose, untrained, plain = ARMS
-    pose_1, plain_1 = (facts_found(f"{arm}-yarn-4-1") for arm in (pose, plain))
+    pose_1, plain_1, window_1 = (facts_found(f"{arm}-yarn-4-1") for arm in (pose, plain, "pose_window"))
     for sentence in (
         f"PoSE finds {facts_found(pose)}, RoPE only {facts_found(untrained)}, and no skip {facts_found(plain)}",
         f"PoSE finds {more} more than RoPE only (95 % interval: {interval})",
+        f"It finds {window_1} of 90 facts beyond 8,192 tokens; *PoSE* with this seed finds {pose_1}, and *no skip* "
+        f"{plain_1}. From 24,576 tokens on, it finds {facts_found('pose_window-yarn-4-1', 24576)} of 30.",
         f"{more_than_no_skip} more than no skip ({other})",
         f"PoSE finds {facts_found(pose, 24576)} of 30 facts, no skip {facts_found(plain, 24576)}, and RoPE only"
         f" {facts_found(untrained, 24576)}.",
