@@ -108,7 +108,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "rows_needed": rows_needed(plan),
         "tokens": {
             "step": step,
-            "all": plan.rows * plan.window if plan.rows else None,
+            "all": plan.tokens,
             "all_full_length": plan.rows * plan.target if plan.rows and plan.target else None,
         },
         "hours": plan.hours,

@@ -122,7 +122,7 @@ def _steps(plan: Plan) -> str:
     if not plan.rows or not inputs.steps:
         return "\n".join([*lines, "In all     not known here: give --steps, or --rows of the data set"])
     rows = counted(plan.rows, "row", ",")
-    lines.append(f"In all     {counted(inputs.steps, 'step')}, {rows}, up to {plan.rows * plan.window:,} tokens")
+    lines.append(f"In all     {counted(inputs.steps, 'step')}, {rows}, up to {plan.tokens:,} tokens")
     if plan.target and plan.shorter:
         lines.append(
             f"           full-length rows would be {plan.rows * plan.target:,} tokens, "

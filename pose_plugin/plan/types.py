@@ -68,11 +68,16 @@ class Plan:
         return self.inputs.rows
 
     @property
+    def tokens(self) -> int | None:
+        """Return the most tokens that the training reads, or None if the number of steps is not known."""
+        return self.rows * self.window if self.rows else None
+
+    @property
     def hours(self) -> float | None:
         """Return the hours of the training, or None if the steps or the speed are not known."""
-        if not self.rows or not self.tokens_per_second:
+        if not self.tokens or not self.tokens_per_second:
             return None
-        return self.rows * self.window / (self.tokens_per_second * self.inputs.run.gpus) / 3600
+        return self.tokens / (self.tokens_per_second * self.inputs.run.gpus) / 3600
 
     @property
     def hours_full_length(self) -> float | None:
