@@ -37,7 +37,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "two_views": {"sampler": "pose", "content": "window"},
     "full_length": {
         "sampler": "none",
-        "content": "window",
+        "content": "contiguous",
         "unskipped_ratio": 0.0,
         "target_margin": 0,
         "train_length": data.LONG,

@@ -73,14 +73,14 @@ def test_arms_are_paired_by_haystack_and_seed(recall):
 
 def test_every_run_is_one_that_the_plugin_takes(recall):
     yaml = pytest.importorskip("yaml")
-    from pose_plugin import PoSESettings
+    from pose_plugin.frameworks.axolotl_settings import settings_of
 
     run = recall("run")
     config = yaml.safe_load((ROOT / "benchmarks/recall/train.yaml").read_text(encoding="utf-8"))
     for arm, rope, seed in run.ORDER + run.ORDER_64K:
         target = recall("texts").NEAR * run.ROPES[rope]["factor"]
         changed = {"target_length": target, "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]}
-        settings = PoSESettings(**config["pose"] | changed)
+        settings = settings_of(config | {"pose": config["pose"] | changed})
         assert target == (65536 if rope == "yarn-8" else 32768)
         assert (settings.sampler == "none") == (arm in ("no_skip", "full_length"))
     assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
