@@ -297,7 +297,7 @@ def test_the_table_of_which_settings_quotes_the_results():
     gain = f"{pose - untrained:.2f}".removeprefix("0")
     far_linear, far_ntk = (tiny("2", f"{rope}, PoSE") for rope in ("linear", "NTK"))
     assert f"At 64 times, PoSE finds {far_linear} with `linear` and {far_ntk} with `ntk`." in table
-    assert f"a share of far facts that is {gain} larger than without training; {fixed} had been required" in table
+    assert f"PoSE finds {gain} more of the far facts than RoPE only; the experiment's plan required {fixed}." in table
     larger, square = (tiny("base", f"base × {times}, PoSE") for times in ("1,350", "256"))
     assert f"PoSE finds {larger} with this base (× 1,350) and {square} with the base × 256." in table
     assert {tiny("base", f"base × {times}, no skip") for times in ("1,350", "256")} == {".00"}
