@@ -77,7 +77,7 @@ def _without_command(line: list[str]) -> int:
     """Print help or version, or raise PoSEError for a line that names no command."""
     parser = Parser(
         prog="pose-plugin",
-        description="Extend a model's context window, and prove that it worked.",
+        description="Extend a model's context window, and check that it worked.",
         epilog="`pose-plugin COMMAND --help` lists the options of a command. Lengths are in tokens: 81920 or 80k.",
     )
     parser.add_argument("--version", action="version", version=f"pose-plugin {__version__}")
@@ -130,7 +130,8 @@ def _of_system(error: Exception) -> tuple[int, str]:
         return 1, f"{type(error).__name__}: {shown(error, 500)} (set {TRACEBACK}=1 to see where)"
     if error.errno in OF_THE_DISK:
         space = space_left(error.filename) if error.filename else ""
-        return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}{space}. Free some and run it again"
+        mend = "Free space there, or write to another place, and run it again"
+        return 1, f"{error.filename or 'a file'} cannot be written: {error.strerror}{space}. {mend}"
     if error.filename is None:
         return 1, f"{error.strerror} (set {TRACEBACK}=1 to see where)"
     return 2, f"{error.filename} cannot be used ({error.strerror}); give a path that can be read and written"

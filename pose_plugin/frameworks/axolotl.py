@@ -85,8 +85,8 @@ class PosePlugin(BasePlugin):
         if cfg.get("pose") is None:
             if listed and not beacon.is_beacon(cfg):
                 log.warning(
-                    "plugins names pose_plugin, but there is no `pose:` block, so it does nothing. Add one, e.g. "
-                    "`pose: {target_length: 32768}`, or remove the plugin"
+                    "plugins names pose_plugin, but there is no `pose:` block, so the plugin does nothing. Add one, "
+                    "e.g. `pose: {target_length: 32768}`, or remove the plugin"
                 )
             return
         if not listed:

@@ -77,14 +77,15 @@ def complete_forgotten(folder: str | Path, adapter: str | Path) -> None:
         write_card(folder)
     except (PoSEError, OSError) as error:
         log.warning(
-            "%s was merged by a config without the `pose:` block, from %s, which was trained with one, and has the "
-            "base's window: %s. Complete it: pose-plugin check %s --like %s --repair",
+            "%s has the base's window: the config of this merge has no `pose:` block, but the adapter in %s was "
+            "trained with one, and completing the merged model failed (%s). Repeat that: pose-plugin check %s --like "
+            "%s --repair",
             folder, adapter, error, folder, adapter,
         )  # fmt: skip
         return
     log.warning(
         "the config of this merge has no `pose:` block, but %s was trained with one: the merged model was given the "
-        "adapter's rope, window and record. Compare them: pose-plugin check %s",
+        "adapter's RoPE settings, window and record. Compare the two models: pose-plugin check %s",
         adapter,
         folder,
     )

@@ -31,7 +31,7 @@ def draw_coverage(coverages: Mapping[str, Coverage], path: str | Path) -> Path:
         PoSEError: nothing to draw, an unknown ending, or matplotlib is missing.
     """
     if not coverages:
-        raise PoSEError("draw_coverage got no coverage to draw; give at least one, by its name")
+        raise PoSEError("draw_coverage: coverages is empty; give at least one, e.g. {'pose': coverage}")
     path = Path(path)
     check_ending(path)
     reach = max(c.settings.target_length for c in coverages.values())

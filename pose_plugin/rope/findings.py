@@ -153,7 +153,7 @@ def _about_published_keys(source: RopeSource) -> Iterator[Finding]:
             yield Finding(
                 f"rope_parameters.{fast}",
                 current[fast],
-                f"the model publishes {slow}={current[slow]:g}, so no pair is blended; taken as published",
+                f"the model publishes {slow}={current[slow]:g}, so no dimension lies between them; both are kept",
                 severity="info",
             )
 

@@ -109,8 +109,8 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     if nested and not isinstance(parameters.get(FULL), Mapping):
         raise PoSEError(
-            f"model type {model_type!r} keeps its rope under {sorted(parameters)} instead of {FULL!r}, which does not "
-            "say which layers see far. Set rope_parameters by hand and use rope: none"
+            f"model type {model_type!r} keeps its rope under {sorted(parameters)} instead of {FULL!r}, so it is "
+            "unknown which layers see far. Set rope_parameters by hand and use rope: none"
         )
     layer_type = FULL if nested else None
     current: dict[str, Any] = parameters[FULL] if nested else parameters
@@ -266,8 +266,8 @@ def _as_built(
     base = _geometric_base(live.frequencies)
     if not _equal(plain_frequencies(base, 2 * live.frequencies.size), live.frequencies):
         raise PoSEError(
-            f"model type {model_type!r} computes its frequencies by its own formula (rope {dict(current)}), and they "
-            "are those of no base, so no stretch of them can be written. Use rope: none"
+            f"model type {model_type!r} computes its frequencies by its own formula (rope {dict(current)}). No "
+            "rope_theta gives the same frequencies, so they cannot be stretched. Use rope: none"
         )
     return live.frequencies, live.attention, True
 

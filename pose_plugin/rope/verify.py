@@ -167,7 +167,10 @@ def _check(live: RotaryBuffer, wanted: _Expected) -> RopeCheck:
     parameters = wanted.parameters
     if live.layer_type is not None and FULL in parameters:
         if live.layer_type not in parameters:
-            raise RopeMismatchError(f"{live.name} belongs to no layer type of the expected rope, {sorted(parameters)}")
+            raise RopeMismatchError(
+                f"{live.name} is for layer type {live.layer_type!r}, but the expected rope has {sorted(parameters)}. "
+                f"{_REBUILD}"
+            )
         parameters = parameters[live.layer_type]
     got = _frequencies_of_table(live, wanted) if wanted.fixed else _read(live.name, live.tensor)
     dim = 2 * got.size

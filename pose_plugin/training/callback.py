@@ -143,9 +143,9 @@ class PoSECallback(TrainerCallback):
         settings = self.collator.settings
         if self.trainer.data_collator is not self.collator:
             raise PoSEError(
-                f"trainer.data_collator is another one now ({type(self.trainer.data_collator).__name__}), whose "
-                "positions this run does not check, count or record. Give it to the trainer's constructor as "
-                "data_collator"
+                f"trainer.data_collator was replaced by another one ({type(self.trainer.data_collator).__name__}), "
+                "whose positions this run would not check, count or record. Pass the new one to the trainer's "
+                "constructor as data_collator"
             )
         require_rows_fit(parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
         if is_unsloth(model):

@@ -66,7 +66,7 @@ def on_each_machine(trainer: Any) -> Iterator[None]:
         yield
         return
     if weights_are_divided(trainer):
-        log.warning("save_on_each_node=True: FSDP and ZeRO-3 gather the weights on rank 0 only, which alone saves them")
+        log.warning("save_on_each_node=True has no effect: with FSDP and ZeRO-3, only rank 0 has whole weights to save")
         yield
         return
     # The trainer calls it on the first rank of each machine only.

@@ -261,7 +261,7 @@ def test_a_collator_that_replaces_the_bound_one_is_refused(tmp_path, collator):
     trainer = trainer_of(tmp_path, collator=collator)
     for later in (collator.plain(), PoSECollator(make_tokenizer(), target_length=TARGET, sampler="randpos")):
         trainer.data_collator = later
-        with pytest.raises(PoSEError, match="data_collator is another one now"):
+        with pytest.raises(PoSEError, match="data_collator was replaced by another one"):
             trainer.train()
 
 
