@@ -14,7 +14,7 @@ def add_check(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
     """Add the options of `pose-plugin check`: exit code 0 if all agrees, 1 if something differs."""
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="output folder of a run: a model, an adapter, a checkpoint or a merged model")
-    add("--base", metavar="PATH", help="where an adapter's base is, if not where adapter_config.json says")
+    add("--base", metavar="PATH", help="an adapter's base, if it is not where adapter_config.json says")
     add("--like", metavar="FOLDER", help="compare with the record and probe of this folder, e.g. the merged adapter's")
     add("--device", default="cpu", help="cpu (default), cuda, …")
     add("--dtype", help="load in this dtype instead of the trained one, e.g. bfloat16")

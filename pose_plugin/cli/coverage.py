@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pose_plugin.positions.coverage import Coverage
 
 EPILOG = """\
-example, 64000 rows (1000 steps of 64) on the way from 2048 to 16384 tokens:
+example, 64000 rows (1000 steps of 64) that extend a window of 2048 tokens to 16384:
   pose-plugin coverage --target-length 16384 --train-length 2048 \\
     --compare pose:3,clamped,none --rows 64000 --output coverage.png
 """

@@ -32,8 +32,8 @@ examples:
 # Options of a running server. Without --url they have no effect.
 SERVER: dict[str, dict[str, Any]] = {
     "--like": {"metavar": "FOLDER", "help": "the folder that it serves, with weights: shows whether the server "
-               "ignores the scaling or the model is weak"},
-    "--model": {"help": "the model's name there (default: the only one)"},
+               "ignores the RoPE scaling or the model is weak"},
+    "--model": {"help": "the model's name on the server (default: the only one)"},
     "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
     "--lengths": {"help": "prompts with a hidden number, in tokens, separated by commas: 16k,32k (default: inside the "
                   "old window, half of the new one, and nearly all of it)"},

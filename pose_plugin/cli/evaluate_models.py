@@ -25,10 +25,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "--like": {"metavar": "FOLDER", "help": "the folder of the served model or of its base, for tokenizer and config"},
     "--key-variable": {"metavar": "NAME", "help": "the environment variable that holds the API key"},
     "--prompts": {"choices": ("auto", "ids", "text", "chat"),
-                  "help": "how prompts are sent; default: auto, the first of the others that the server takes"},
+                  "help": "how prompts are sent; default: auto, the first of the other three that works"},
     "--concurrency": {"type": count, "help": "requests at a time (default 4)"},
-    "--requests-per-minute": {"type": amount, "help": "the most that are sent; default: no limit"},
-    "--max-requests": {"type": count, "help": "do not begin if more requests are missing; default: no limit"},
+    "--requests-per-minute": {"type": amount, "help": "most requests per minute; default: no limit"},
+    "--max-requests": {"type": count, "help": "do not begin if more requests than this are needed; default: no limit"},
     "--retries": {"type": count, "help": "how often a request that gets no answer is repeated (default 4)"},
 }  # fmt: skip
 
@@ -59,7 +59,7 @@ def parse_extension(text: str) -> tuple[int, dict[str, Any]]:
     pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise PoSEError("a key stands in it twice; write each once, and --extend again for another variant")
+        raise PoSEError("a key is given twice; give each once, and add another --extend for another variant")
     if "target_length" not in values:
         raise PoSEError("target_length is missing; write e.g. target_length=32k,rope=yarn")
     target = parse_length(values.pop("target_length"))

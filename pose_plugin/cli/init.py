@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--data", required=True, metavar="FILE", help="a JSONL file with text, messages, conversations, instruction or "
         "input_ids in each row")  # fmt: skip
     add("--framework", choices=tuple(_FILES), help="default: trl if --output ends in .py, else axolotl")
-    add("--gpus", type=int, choices=range(0, 1025), metavar="N", default=1, help="how many; 0 for a CPU (default 1)")
+    add("--gpus", type=int, choices=range(0, 1025), metavar="N", default=1, help="their number; 0: a CPU (default 1)")
     add("--gpu-memory", type=amount, metavar="GIB", default=24.0, help="memory of each GPU in GiB (default 24)")
     add("--method", choices=("full", "lora", "qlora"), help="default: the first whose estimated memory fits")
     add("--train-length", type=parse_length, help="the trained window in tokens (default: the base's, at most 4096)")

@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--accumulate", type=count, help="batches per step (default 1; not with a YAML)")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; 3 also for FSDP (default 0; not with a YAML)")
     add("--checkpointing", action="store_true", default=None, help="gradient checkpointing (not with a YAML)")
-    add("--steps", type=count, help="steps of the training; default: those of the YAML, or from --rows")
+    add("--steps", type=count, help="steps of the training; default: those of the YAML, or computed from --rows")
     add("--rows", type=count, help="rows of the data set; default: counted if it is a local .jsonl file")
-    add("--tokens-per-second", type=amount, metavar="N", help="what each GPU trains, to estimate the hours")
+    add("--tokens-per-second", type=amount, metavar="N", help="tokens that a GPU trains per second, to estimate hours")
     add("--draws", type=partial(count, most=MOST_DRAWS), help="simulated rows for the coverage (default 4000, or up "
         "to 20000 for a large stretch)")  # fmt: skip
     add("--output", metavar="FILE", help="write a figure: .png, .svg or .pdf")
