@@ -6,6 +6,7 @@ weights the other ranks would wait forever.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ from pose_plugin.utils.models import unwrap
 
 GROUP = Path("/sys/fs/cgroup")
 """Where the limits of a container are."""
+# Of cgroup v2, and of v1: the limit, how much is used, and for what.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 LOGIT_BYTES = 64 * 2**20
 """Logits are made this many bytes at a time."""
 AT_ONCE = 16384
@@ -167,16 +173,20 @@ def available_bytes(device: torch.device) -> int | None:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
+    return min(free, *map(_left_in_group, _GROUP_FILES))
+
+
+def _left_in_group(files: tuple[str, str, str]) -> int:
+    """Return the bytes that the container's limit leaves, sys.maxsize if these files do not state one."""
     try:
-        limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit == "max":
-            return free
-        counts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return free
-    # Cached files count as used, but make room for whoever needs it.
-    cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
-    return min(free, int(limit) - int(used) + cached)
+        limit, used, stat = ((GROUP / name).read_text() for name in files)
+        counts = dict(line.split() for line in stat.splitlines())
+        # Cached files count as used, but make room for whoever needs it. In v1, "total_" includes groups within.
+        names = ("inactive_file", "active_file", "slab_reclaimable")
+        cached = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in names)
+        return int(limit) - int(used) + cached
+    except (OSError, ValueError):  # no such file, or the limit is "max"
+        return sys.maxsize
 
 
 def forecast(model: Any, works: Sequence[tuple[str, Work]], batch_size: int | None = None) -> str:

@@ -139,6 +139,20 @@ def test_files_that_were_read_leave_a_container_free(tmp_path, monkeypatch):
     assert memory.available_bytes(torch.device("cpu")) > 2**21
 
 
+def test_the_limit_of_a_container_of_cgroup_v1(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    files = {"memory.limit_in_bytes": "1048576", "memory.usage_in_bytes": "1044480"}
+    # Groups within the container use memory too; only the totals say how much of it holds files.
+    files["memory.stat"] = "inactive_file 1\nactive_file 1\ntotal_inactive_file 524288\ntotal_active_file 393216"
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / "memory" / name).write_text(content + "\n")
+    assert memory.available_bytes(torch.device("cpu")) == 1048576 - 1044480 + 524288 + 393216
+    # What v1 writes if there is no limit.
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert 2**21 < memory.available_bytes(torch.device("cpu")) < 2**50
+
+
 # --- the forecast ---------------------------------------------------------------------------------------------------
 
 
