@@ -59,7 +59,10 @@ class Retrieval(Asking):
     x_label: ClassVar[str] = "prompt length (tokens)"
     rules: ClassVar[dict[str, str]]
 
-    trials: PositiveInt = Field(50, description="prompts per length and kind", json_schema_extra={"training": 10})
+    trials: PositiveInt = Field(
+        50, description="prompts per length and kind, rounded up to equally many for each depth",
+        json_schema_extra={"training": 10},
+    )  # fmt: skip
     filler: str | None = Field(
         None, description="a file with a real text to hide things in; default: a few sentences, repeated",
         json_schema_extra={"file": True},
@@ -142,3 +145,8 @@ def require_depths(depths: Sequence[float], trials: int) -> None:
     outside = [depth for depth in depths if not 0 <= depth <= 1]
     if outside:
         raise PoSEError(f"depths={outside[0]} is outside 0…1; 0 is the start of the text, 1 its end")
+
+
+def for_each_depth(trials: int, depths: Sequence[float]) -> int:
+    """Return the trials, rounded up to equally many for each depth: otherwise the first depths would weigh more."""
+    return -(-trials // len(depths)) * len(depths)

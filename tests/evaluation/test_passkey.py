@@ -139,14 +139,14 @@ def test_every_model_gets_the_same_prompts_and_the_seed_changes_them(tokenizer):
 
 
 def test_depths_share_the_trials_out(tokenizer):
-    """Finds the key in the first half only."""
+    """Finds the key in the first half only. Eight trials are rounded up to three for each depth."""
     right = right_answer(tokenizer)
 
     def rule(ids):
         text = tokenizer.decode(ids)
         return right(ids) if text.index("The pass key is") < 0.55 * len(text) else 9
 
-    result = passkey(RuleModel(rule, len(tokenizer)), tokenizer, [600], trials=9, depths=[0, 0.5, 1], **QUIET)
+    result = passkey(RuleModel(rule, len(tokenizer)), tokenizer, [600], trials=8, depths=[0, 0.5, 1], **QUIET)
     cells = {depth: (row.score, row.n) for (_, depth), row in result.by_depth().items()}
     assert cells == {0.0: (1, 3), 0.5: (1, 3), 1.0: (0, 3)}
     assert result.by_length()[600].score == 6 / 9

@@ -3,9 +3,11 @@
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 
+from pose_plugin.evaluation.measures.association import Association
 from pose_plugin.evaluation.measures.needle import DEPTHS, Needle, needle
 from pose_plugin.evaluation.measures.topics import TOPICS, Topics, topics
 from pose_plugin.evaluation.results import Result, Row, joined
@@ -254,8 +256,12 @@ def test_figures_by_kind_length_and_depth_by_hand():
     assert (result.kinds, result.lengths) == (["single", "kv"], [400, 800])
 
 
-def test_fewer_trials_than_the_default_depths_are_as_many_needles(tokenizer):
-    assert [prompt.depth for prompt in prompts_of(Needle, tokenizer, [400], kinds=["kv"], trials=2)] == list(DEPTHS)
+@pytest.mark.parametrize(("trials", "each"), [(2, 1), (5, 1), (6, 2)])
+@pytest.mark.parametrize("measure", [Needle, Association])
+def test_each_depth_is_asked_for_equally_often(tokenizer, measure, trials, each):
+    """Otherwise the first depths would weigh more in the mean of a length."""
+    asked = Counter((prompt.kind, prompt.depth) for prompt in prompts_of(measure, tokenizer, [400], trials=trials))
+    assert asked == {(kind, depth): each for kind in measure.rules for depth in DEPTHS}
 
 
 def test_an_answer_has_all_its_tokens_and_ends_where_the_model_says(tokenizer):

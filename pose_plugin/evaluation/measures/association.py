@@ -18,7 +18,7 @@ from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.measures.needle import DEPTHS
 from pose_plugin.evaluation.prompts import Haystack, require_room
 from pose_plugin.evaluation.results import Result, Work
-from pose_plugin.evaluation.retrieval import Prompt, Retrieval
+from pose_plugin.evaluation.retrieval import Prompt, Retrieval, for_each_depth
 
 FACTS = 4
 """People in a text; one of them is asked for."""
@@ -80,8 +80,7 @@ class Association(Retrieval):
     _haystack: Any = None
 
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
-        # Each depth gets at least one prompt.
-        self.trials = max(self.trials, len(DEPTHS))
+        self.trials = for_each_depth(self.trials, DEPTHS)
         self._haystack = Haystack(tokenizer, self.filler)
         super().prepare(tokenizer, lengths, windows)
 

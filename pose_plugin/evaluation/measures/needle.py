@@ -20,7 +20,7 @@ from pydantic import Field
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import Haystack, require_room
 from pose_plugin.evaluation.results import Result
-from pose_plugin.evaluation.retrieval import Prompt, Retrieval, require_depths
+from pose_plugin.evaluation.retrieval import Prompt, Retrieval, for_each_depth, require_depths
 from pose_plugin.utils.errors import PoSEError
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -75,11 +75,9 @@ class Needle(Retrieval):
         unknown = [kind for kind in self.kinds if kind not in self.rules]
         if unknown or not self.kinds:
             raise PoSEError(f"kinds={self.kinds}: choose from {', '.join(self.rules)}")
-        if self.depths is None:
-            # Each of the default depths gets at least one prompt.
-            self.trials = max(self.trials, len(DEPTHS))
-        else:
+        if self.depths is not None:
             require_depths(self.depths, self.trials)
+        self.trials = for_each_depth(self.trials, self.depths or DEPTHS)
         self._haystack = Haystack(tokenizer, self.filler)
         sample = _numbers(random.Random(0), 40, DIGITS["kv"])
         self._per_pair = len(self._pairs(sample, sample)) / len(sample)

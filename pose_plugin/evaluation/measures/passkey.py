@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate, random_key
 from pose_plugin.evaluation.results import Result
-from pose_plugin.evaluation.retrieval import Prompt, Retrieval, require_depths
+from pose_plugin.evaluation.retrieval import Prompt, Retrieval, for_each_depth, require_depths
 
 
 def passkey(model: Any, tokenizer: Any, lengths: Sequence[int], **options: Any) -> Result:
@@ -48,12 +49,16 @@ class Passkey(Retrieval):
 
     _builder: Any = None
 
+    def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
+        if self.depths is not None:
+            require_depths(self.depths, self.trials)
+            self.trials = for_each_depth(self.trials, self.depths)
+        super().prepare(tokenizer, lengths, windows)
+
     def documents(self, length: int) -> list[Any]:
         """Return the prompts with their answers, as `PasskeyDocument`s."""
         if self._builder is None or self._builder.tokenizer is not self._tokenizer:
             self._builder = PasskeyBuilder(self._tokenizer, self.template, self.filler)
-        if self.depths is not None:
-            require_depths(self.depths, self.trials)
         found = []
         for trial in range(self.trials):
             rng = random.Random(f"{self.seed}/{length}/{trial}")
