@@ -245,7 +245,7 @@ def _completion(body: bytes) -> dict[str, Any] | None:
         found = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "choices" in found else None
+    return found if isinstance(found, dict) and found.get("choices") else None
 
 
 def _reply(found: dict[str, Any], answer_tokens: int) -> Reply:

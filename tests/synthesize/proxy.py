@@ -53,7 +53,6 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "usage huge": lambda reply: reply["usage"].update(prompt_tokens=10**400, completion_tokens=10**10),
     "not json": _cut_content,
     "wrong schema": _other_schema,
-    "empty choices": lambda reply: reply.update(choices=[]),
     "no usage": lambda reply: reply.pop("usage"),
 }
 
@@ -67,7 +66,8 @@ class Proxy(Listening):
         hang up: the connection ends before the first byte;
         cut: it ends in the middle of the server's answer;
         broken body: half of the answer, as if it were all;
-        html: a gateway's page instead of the answer.
+        html: a gateway's page instead of the answer;
+        empty choices: a chat completion without an answer.
 
     Attributes:
         faults: number of a request, from 0, in order of arrival → its fault.
@@ -175,6 +175,8 @@ class Proxy(Listening):
             client.send(status, half)
         elif seen.fault == "html":
             client.send(200, PAGE, {"Content-Type": "text/html"})
+        elif seen.fault == "empty choices":
+            client.send(200, json.dumps({**json.loads(data), "choices": []}).encode(), {"Content-Type": kind})
         else:
             if seen.fault:
                 reply = json.loads(data)
