@@ -203,14 +203,15 @@ def check_mask(attention_mask: torch.Tensor | None, tokens: int, carries: bool) 
         carries: whether a cache continues after this call; later tokens would read the padding as text.
 
     Raises:
-        PoSEError: a mask of more dimensions, padding on the left, or padding if a cache continues.
+        PoSEError: a mask of other dimensions, padding on the left, or padding if a cache continues.
     """
     if attention_mask is None:
         return False
     if attention_mask.dim() != 2:
+        packed = "Packed documents would be condensed into each other: set packing / sample_packing to false"
         raise PoSEError(
             f"attention_mask: Beacon makes its own mask and takes (batch, tokens), not {tuple(attention_mask.shape)}. "
-            "Packed documents would be condensed into each other: set packing / sample_packing to false"
+            + (packed if attention_mask.dim() > 2 else "Give one row per text, e.g. attention_mask[None]")
         )
     mask = attention_mask.bool()
     if bool(mask.all()):

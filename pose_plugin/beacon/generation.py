@@ -102,7 +102,8 @@ class Generation:
 
         Args:
             input_ids: (batch, tokens), or (tokens,).
-            attention_mask: as tokenizers give it: `model.condense(**tokenizer(text, return_tensors="pt"))`.
+            attention_mask: as tokenizers give it: `model.condense(**tokenizer(text, return_tensors="pt"))`; in the
+                shape of `input_ids`.
             context: an earlier text that this one continues; it is not changed.
             ratio: "adapt" or a fixed ratio.
             ratios: one per interval that is condensed, e.g. smaller where the text matters more.
@@ -116,6 +117,8 @@ class Generation:
             PoSEError: as `forward`.
         """
         ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        if attention_mask is not None and attention_mask.dim() == input_ids.dim() == 1:
+            attention_mask = attention_mask[None]
         stream = stream_of(context).copy()
         how = {"ratio": ratio, "ratios": ratios, "headroom": headroom, "logits_to_keep": 1}
         tuner: Any = self

@@ -50,6 +50,17 @@ def test_ids_as_tokenizers_give_them(model):
     assert model.condense(ids[0]).tokens == model.condense(ids.int()).tokens == 20
     with torch.no_grad():
         assert torch.equal(model(ids.int()).logits, model(ids).logits)
+    mask = torch.ones_like(ids)
+    for given, seen in ((ids[0], mask[0]), (ids[0], mask), (ids, mask)):
+        assert model.condense(given, seen).tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"), [((20,), r"\(20,\)\. Give one row per text"), ((1, 1, 20, 20), "Packed documents")]
+)
+def test_a_mask_of_other_dimensions(model, shape, advice):
+    with pytest.raises(PoSEError, match=advice):
+        model.condense(make_ids(20), torch.ones(shape, dtype=torch.long))
 
 
 WRONG = [
