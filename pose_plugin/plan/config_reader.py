@@ -126,7 +126,8 @@ def from_values(
     """
     notes: list[str] = []
     name = str(cfg["base_model"])
-    config = base_config(base or cfg.get("base_model_config") or name, name)
+    place = str(base or cfg.get("base_model_config") or name)
+    config = base_config(place, name)
     beacon = cfg if cfg.get("adapter") == "beacon" else None
     if beacon is not None or cfg.get("beacon") is not None:
         _check_beacon(cfg, notes)
@@ -145,7 +146,8 @@ def from_values(
         eager=_attention(cfg) == "eager",
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
-    steps, rows = steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes, apart)
+    place = str(cfg.get("tokenizer_config") or place)
+    steps, rows = steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes, place, apart)
     return Inputs(
         base=name,
         config=config,

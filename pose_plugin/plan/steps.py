@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.plan.dropped import share_dropped
 from pose_plugin.plan.keys import number
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.tables import counted
@@ -26,19 +27,21 @@ def steps_of(
     steps: int | None,
     rows: int | None,
     notes: list[str],
+    place: str,
     apart: bool = False,
 ) -> tuple[int | None, int | None]:
     """Return the steps of the training and the rows that they read, or None for what cannot be known here.
 
     Args:
         rows_of_step: the most that one step reads.
+        place: of the tokenizer; see `share_dropped`.
         apart: whether each epoch is divided into steps separately, as in transformers, or all together, as in Axolotl.
     """
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
     epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
     if rows is None:
-        rows = _count_rows(cfg, notes, needed=not steps)
+        rows = _count_rows(cfg, notes, place, needed=not steps)
     elif steps:
         notes.append(
             f"the number of steps is set to {steps}, so the {counted(rows, 'row')} of the data do not change it"
@@ -57,11 +60,12 @@ def steps_of(
     return steps, whole * rows + min(more * rows_of_step, rows)
 
 
-def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int | None:
-    """Return the training lines of local JSON lines files, or None if any part of the data is elsewhere.
+def _count_rows(cfg: Mapping[str, Any], notes: list[str], place: str, needed: bool) -> int | None:
+    """Return the rows of local JSON lines files that are kept, or None if any part of the data is elsewhere.
 
     Args:
         notes: what was assumed is added here.
+        place: of the tokenizer.
         needed: whether the number of steps depends on the rows, so that a missing file is worth a note.
     """
     paths = [Path(str(each.get("path"))) for each in datasets_of(cfg)]
@@ -74,14 +78,28 @@ def _count_rows(cfg: Mapping[str, Any], notes: list[str], needed: bool) -> int |
         notes.append(f"{parts[0]} takes a part of the data, so its rows are not counted")
     if parts or not paths or not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
         return None
-    count = 0
-    for path in paths:
+    count, dropped, unknown = 0, 0, False
+    longest = number(cfg, "sequence_len", 512)
+    drops = str(cfg.get("excess_length_strategy") or "drop").lower() == "drop"
+    for data, path in zip(datasets_of(cfg), paths, strict=True):
         with path.open("rb") as file:
-            count += sum(bool(line.strip()) for line in file)
-    if not count:
-        notes.append(f"datasets: there is no row in {', '.join(map(str, paths))}; the training would have no data")
+            lines = sum(bool(line.strip()) for line in file)
+        share = share_dropped(path, data, longest, place) if drops else 0.0
+        count += lines
+        dropped += round(lines * (share or 0))
+        unknown |= share is None
+    longer = f"of more than sequence_len={longest} tokens, which Axolotl drops (excess_length_strategy: drop)"
+    if dropped:
+        notes.append(f"about {dropped} of the {counted(count, 'row')} are not trained: those {longer}")
+    if unknown:
+        notes.append(
+            f"there may be fewer rows, without those {longer}. Tokens are counted here only of input_ids, and of chats "
+            "if the tokenizer is on this machine"
+        )
+    if count == dropped:
+        notes.append(f"datasets: there is no row to train on in {', '.join(map(str, paths))}")
         return None
-    return count
+    return count - dropped
 
 
 def _without_held_out(cfg: Mapping[str, Any], rows: int, notes: list[str]) -> int:

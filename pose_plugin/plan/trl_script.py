@@ -176,6 +176,7 @@ class _Script:
             **values,
             "base_model": self.get(_MODEL, "0") or self.get(_MODEL, "pretrained_model_name_or_path"),
             "sequence_len": self.get("SFTConfig", "max_length", 1024),
+            "excess_length_strategy": "truncate",
             "pose": pose,
             "datasets": [{"path": file, **data} for file in (files if isinstance(files, list) else [files])],
             "attn_implementation": self.get(_MODEL, "attn_implementation"),

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
+from pose_plugin.plan.config_reader import from_values
 from pose_plugin.positions.turn_borders import turn_borders, turn_tokens
 from tests.chat_data import chat, chat_tokenizer, chats, expected_labels, quoting
 from tests.forked import Outcome, forked
@@ -129,6 +130,10 @@ def test_rows_longer_than_the_window(home):
     assert found["drop"] == whole[:1]
     assert found["truncate"] == [tuple(part[:64] for part in row) for row in whole]
     assert set(found["truncate"][2][1]) == {-100}, "a row without any label is kept"
+    for name, kept in found.items():
+        plan = from_values({**cases[name], "max_steps": None})
+        assert plan.rows == len(kept)
+        assert [note[:37] for note in plan.notes] == ["about 2 of the 3 rows are not trained"] * (name == "drop")
 
 
 def test_a_run_says_which_rows_train_nothing(home):

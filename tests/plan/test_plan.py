@@ -19,6 +19,7 @@ from pose_plugin.cli.evaluate import add_arguments
 from pose_plugin.cli.evaluate_models import parse_extension
 from pose_plugin.cli.main import main
 from pose_plugin.cli.parser import Parser
+from pose_plugin.plan import dropped
 from pose_plugin.plan.advice import notes_of, rows_needed
 from pose_plugin.plan.config_reader import from_values, from_yaml
 from pose_plugin.plan.plan import as_dict, make_plan
@@ -255,6 +256,32 @@ def test_steps_from_rows_epochs_and_local_data(base, tmp_path):
     unknown = from_values(values(base, **elsewhere))
     assert unknown.steps is None and unknown.chat
     assert "the number of steps is not known here" in " ".join(make_plan(unknown, draws=50).warnings)
+
+
+def test_rows_that_are_too_long_are_not_trained(base, tmp_path, monkeypatch):
+    """Chats are in tests/integration/test_chat.py, next to what Axolotl leaves of them."""
+    file = tmp_path / "rows.jsonl"
+
+    def read(lengths, **changes):
+        row = changes.pop("row", lambda length: {"input_ids": [0] * length})
+        file.write_text("".join(json.dumps(row(length)) + "\n" for length in lengths))
+        data = [{"path": str(file), "type": changes.pop("type", None)}]
+        found = from_values(values(base, sequence_len=64, max_steps=None, datasets=data, **changes))
+        return found.rows, found.notes
+
+    rows, (note,) = read([64, 65, 9, 70])
+    assert rows == 2 and note.startswith("about 2 of the 4 rows are not trained: those of more than sequence_len=64")
+    assert read([64, 65], excess_length_strategy="truncate") == (2, [])
+    rows, notes = read([65, 65])
+    assert rows is None and "there is no row to train on in" in notes[-1]
+    texts = {"row": lambda length: {"text": "a" * length}}
+    for kind, count, said in (("completion", 2, False), ("alpaca", 2, True), ("chat_template", 2, True)):
+        rows, notes = read([9, 99], type=kind, **texts)
+        assert rows == count and any("there may be fewer rows, without those" in note for note in notes) == said, kind
+    # Of a large file, some rows stand for the others.
+    monkeypatch.setattr(dropped, "_READ", 30_000)
+    rows, (note,) = read([65, 9] * 500)
+    assert rows == pytest.approx(500, abs=100) and note.startswith(f"about {1000 - rows} of the 1000 rows")
 
 
 @pytest.mark.parametrize("apart, most", [(True, -1), (True, 7), (False, None)])
@@ -557,7 +584,7 @@ def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_pat
     gone = {"max_steps": None, "datasets": [{"path": "gone.jsonl"}]}
     (tmp_path / "empty.jsonl").write_text("\n")
     empty = from_values(values(base, max_steps=None, datasets=[{"path": str(tmp_path / "empty.jsonl")}]))
-    assert empty.steps is None and "there is no row in" in empty.notes[0]
+    assert empty.steps is None and "there is no row to train on in" in empty.notes[0]
     found = from_values(values(base, **gone))
     assert found.steps is None and "gone.jsonl is not on this machine" in found.notes[0]
     assert not from_values(values(base, **gone), steps=5).notes
