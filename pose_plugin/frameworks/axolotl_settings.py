@@ -76,6 +76,7 @@ def likely_mistakes(cfg: Any, settings: PoSESettings) -> list[str]:
     window, row = settings.train_length, cfg.get("sequence_len")
     shorter = bool(window and row and window < row)
     judged_key, judged = evaluated_length(cfg) or ("", None)
+    size, micro = cfg.get("batch_size"), cfg.get("micro_batch_size") or 1
     fsdp, saved = cfg.get("fsdp_config") or cfg.get("fsdp_version"), cfg.get("lora_modules_to_save")
     warnings = [
         (
@@ -92,6 +93,12 @@ def likely_mistakes(cfg: Any, settings: PoSESettings) -> list[str]:
             shorter and cfg.get("sample_packing"),
             f"sample_packing fills rows of sequence_len={row} with whole documents, and each is then cut to "
             f"pose.train_length={window}, so rows become shorter and differ in length. Set sample_packing: false",
+        ),
+        (
+            size and size != micro and "gradient_accumulation_steps" not in cfg,
+            f"batch_size={size} without gradient_accumulation_steps: Axolotl 0.19 and 0.21 accumulate no batches, but "
+            f"make as few steps as if they did, so they read only {micro} of every {size} rows. Replace batch_size by "
+            "gradient_accumulation_steps, the number of batches per step",
         ),
         (
             cfg.get("batch_flattening"),

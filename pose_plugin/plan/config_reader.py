@@ -133,13 +133,16 @@ def from_values(
         _check_beacon(cfg, notes)
     settings, window = _settings(cfg)
     config |= overrides(cfg, config, settings)
-    accumulate = number(cfg, "gradient_accumulation_steps", 1)
+    micro, size = number(cfg, "micro_batch_size", 1), number(cfg, "batch_size", None)
+    # Axolotl divides batch_size only if this key is null; without the key, 1 is its default.
+    shared = size // micro if size and "gradient_accumulation_steps" in cfg else 0
+    accumulate = number(cfg, "gradient_accumulation_steps", shared or 1)
     run = replace(
         _method(cfg, notes),
         **_sharding(cfg, notes),
         gpus=gpus,
         gpus_of_a_row=_gpus_of_a_row(cfg, gpus, notes),
-        rows=number(cfg, "micro_batch_size", 1),
+        rows=micro,
         window=window,
         optimizer=_optimizer(str(cfg.get("optimizer") or "adamw_torch_fused"), notes),
         checkpointing=bool(cfg.get("gradient_checkpointing")),
@@ -147,7 +150,8 @@ def from_values(
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
     place = str(cfg.get("tokenizer_config") or place)
-    steps, rows = steps_of(cfg, run.rows * accumulate * run.groups, steps, rows, notes, place, apart)
+    read, planned = micro * accumulate * run.groups, (size or micro * accumulate) * run.groups
+    steps, rows = steps_of(cfg, (read, planned), steps, rows, notes, place, apart)
     return Inputs(
         base=name,
         config=config,

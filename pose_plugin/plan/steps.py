@@ -23,7 +23,7 @@ def datasets_of(cfg: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def steps_of(
     cfg: Mapping[str, Any],
-    rows_of_step: int,
+    rows_of_step: tuple[int, int],
     steps: int | None,
     rows: int | None,
     notes: list[str],
@@ -33,10 +33,11 @@ def steps_of(
     """Return the steps of the training and the rows that they read, or None for what cannot be known here.
 
     Args:
-        rows_of_step: the most that one step reads.
+        rows_of_step: the most that one step reads, and what Axolotl takes for it to get the number of steps.
         place: of the tokenizer; see `share_dropped`.
         apart: whether each epoch is divided into steps separately, as in transformers, or all together, as in Axolotl.
     """
+    most, planned = rows_of_step
     # In Axolotl max_steps: -1 means the same as none.
     steps = steps or max(number(cfg, "max_steps", 0, least=-1), 0) or None
     epochs = number(cfg, "num_epochs", 1, least=0, whole=False) or 1
@@ -50,14 +51,14 @@ def steps_of(
         rows = _without_held_out(cfg, rows, notes)
     about = _about_rows(cfg, rows or 0)
     if rows is None or (steps and about):
-        return steps, steps and steps * rows_of_step
-    of_epoch = math.ceil(rows / rows_of_step)
+        return steps, steps and steps * most
+    of_epoch = math.ceil(rows / most)
     if not steps:
         notes += about
-        steps = max(1, math.ceil(epochs * of_epoch if apart else rows * epochs / rows_of_step))
+        steps = max(1, math.ceil(epochs * of_epoch if apart else rows * epochs / planned))
     # The last step of an epoch reads what is left.
     whole, more = divmod(steps, of_epoch)
-    return steps, whole * rows + min(more * rows_of_step, rows)
+    return steps, whole * rows + min(more * most, rows)
 
 
 def _count_rows(cfg: Mapping[str, Any], notes: list[str], place: str, needed: bool) -> int | None:

@@ -142,6 +142,7 @@ def test_what_the_run_will_refuse(base, changes, message):
     [
         ({"pose": {"target_length": 32768, "train_length": 2048}}, "reads only the first pose.train_length=2048"),
         ({"batch_flattening": True}, "batch_flattening=True has no effect"),
+        ({"batch_size": 16, "gradient_accumulation_steps": ...}, "batch_size=16 .* read only 2 of every 16 rows"),
         (
             {"test_datasets": [{"path": "x"}], "eval_sequence_len": "32769"},
             "eval_sequence_len=32769 tokens are longer than pose.target_length=32768",
@@ -154,7 +155,8 @@ def test_what_the_run_will_refuse(base, changes, message):
 )  # fmt: skip
 def test_what_the_run_will_warn_of(base, tmp_path, changes, warning):
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({**values(base, **changes), "plugins": ["pose_plugin"]}))
+    given = {key: value for key, value in values(base, **changes).items() if value is not ...}
+    path.write_text(yaml.safe_dump({**given, "plugins": ["pose_plugin"]}))
     assert any(re.search(warning, each) for each in make_plan(from_yaml(path), draws=50).warnings)
 
 
@@ -306,6 +308,28 @@ def test_steps_and_rows_are_those_of_the_trainer(base, tmp_path, apart, most):
     assert (plan.steps, plan.rows) == (trainer.state.global_step, sum(read))
     assert plan.steps == {(True, -1): 9, (True, 7): 7, (False, None): math.ceil(3 * 10 / 4)}[apart, most]
     assert as_dict(make_plan(plan, draws=50))["rows"] == plan.rows
+
+
+@pytest.mark.axolotl
+@pytest.mark.parametrize(
+    "given", [{"batch_size": 16}, {"batch_size": 16, "gradient_accumulation_steps": None}, {"micro_batch_size": 3}]
+)
+def test_batch_size_as_axolotl_reads_it(base, given, monkeypatch):
+    """With batch_size alone, Axolotl accumulates nothing, and yet counts its steps as if it did."""
+    pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
+    from axolotl.utils.config import normalize_config, validate_config
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.trainer import calculate_total_num_steps
+    from datasets import Dataset
+
+    run = {"micro_batch_size": 2, "bf16": False, "learning_rate": 1e-5, "num_epochs": 3, **given}
+    run |= {"base_model": base, "sequence_len": 64, "datasets": [{"path": "rows.jsonl", "type": "completion"}]}
+    plan = from_values(run, gpus=2, rows=100)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cfg = validate_config(DictDefault(run))
+    normalize_config(cfg)
+    rows = Dataset.from_dict({"input_ids": [[1]] * 100, "labels": [[1]] * 100})
+    assert (plan.accumulate, plan.steps) == (cfg.gradient_accumulation_steps, calculate_total_num_steps(cfg, rows))
 
 
 @pytest.mark.axolotl
