@@ -27,6 +27,9 @@ from pose_plugin.utils.errors import PoSEError
 # Places among the rows of the open interval, and how far each of these rows moves.
 Moved = tuple[list[int], list[int]]
 
+# Any large odd number; it spreads the places of tokens over all 64 bits.
+_SPREAD = 0x1E3779B97F4A7C15
+
 # The attributes of a BeaconCache that belong to the stream, not to how it is read.
 _COPIED = (
     "pieces",
@@ -35,6 +38,7 @@ _COPIED = (
     "tail",
     "tokens",
     "text",
+    "digest",
     "ratios",
     "open_ratio",
     "signature",
@@ -56,6 +60,7 @@ class BeaconCache(PlainCache):
         tokens: raw tokens seen in all.
         text: ids, (batch, tokens), or embeddings, (batch, tokens, hidden), of a stream that "adapt" has kept raw; None
             otherwise. It is read again, condensed, when it no longer fits the window.
+        digest: a number per row of what was read, (batch,), to tell whether another text continues it; None if unknown.
         ratios: the ratio of each condensed interval, in order.
         overlap: the last raw rows of the interval condensed last, per layer; empty without `BeaconConfig.overlap`.
         tail: kind of each cached row of the open interval: RAW, or a beacon's number (interleaved layout only).
@@ -93,6 +98,7 @@ class BeaconCache(PlainCache):
         self.tail: tuple[int, ...] = ()
         self.tokens = 0
         self.text: torch.Tensor | None = None
+        self.digest: torch.Tensor | None = None
         self.ratios: list[int] = []
         self.open_ratio: int | None = None
 
@@ -179,6 +185,7 @@ class BeaconCache(PlainCache):
         self.overlap = [(change(k), change(v)) for k, v in self.overlap]
         self.open = [(change(k), change(v)) for k, v in self.open]
         self.text = change(self.text) if self.text is not None else None
+        self.digest = change(self.digest) if self.digest is not None else None
         self.before = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -236,6 +243,7 @@ class BeaconCache(PlainCache):
         self.tail = source.tail[:rows]
         self.tokens -= count
         self.text = source.text[:, : self.tokens] if source.text is not None and self.tokens else None
+        self.digest = digest_of(self.text) if self.text is not None and self.text.dim() == 2 else None
         self.before = None
 
     def copy(self) -> BeaconCache:
@@ -278,7 +286,7 @@ class BeaconCache(PlainCache):
         cache.tail = tuple(state.tail)
         cache.signature, cache.adapter = state.signature.model_dump(), tensors["adapter"]
         cache.rope = tensors.get("rope")
-        cache.text = tensors.get("text")
+        cache.text, cache.digest = tensors.get("text"), tensors.get("digest")
         cache.tokens, cache.ratios, cache.open_ratio = state.tokens, state.ratios, state.open_ratio
         return cache
 
@@ -327,6 +335,14 @@ class BeaconCache(PlainCache):
             moved = [[(k.to(new_k), v.to(new_v)) for (k, v), (new_k, new_v) in layers] for layers in pairs]
             self.pieces, self.overlap, self.open = moved[:-2], moved[-2], moved[-1]
 
+    def note(self, text: torch.Tensor) -> None:
+        """Add ids that are about to be read to `digest`; of embeddings there is none."""
+        if text.dim() == 2 and (self.digest is not None or not self.tokens):
+            before = 0 if self.digest is None else self.digest.to(text.device)
+            self.digest = before + digest_of(text, self.tokens)
+        else:
+            self.digest = None
+
     def close(self, beacons: Moved, overlap: Moved, place: Callable[..., torch.Tensor], ratio: int) -> None:
         """Turn the open interval's beacons into memory and drop its raw rows, except those of the overlap.
 
@@ -357,6 +373,18 @@ class BeaconCache(PlainCache):
             layers = range(len(self.pieces[0]))
             joined = [tuple(join(piece[at][part] for piece in self.pieces) for part in (0, 1)) for at in layers]
             self.pieces = [joined]  # type: ignore[list-item]
+
+
+def digest_of(ids: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Return a number per row, (batch,), that other ids or other places almost surely change.
+
+    Args:
+        ids: (batch, tokens).
+        start: the place of the first.
+    """
+    # Modulo 2^64, so that numbers of parts add up to that of the whole.
+    places = torch.arange(start, start + ids.shape[1], device=ids.device) * _SPREAD | 1
+    return ((ids.long() + 1) * places).sum(1)
 
 
 def stream_of(cache: Any) -> BeaconCache:

@@ -80,7 +80,7 @@ def save(cache: Any, path: str | Path) -> None:
         raise PoSEError(f"path: {file} is not a regular file; give the name of one, e.g. context.safetensors")
     whole = cache.copy()
     whole.compact()
-    found = {"adapter": whole.adapter, "rope": whole.rope, "text": whole.text}
+    found = {"adapter": whole.adapter, "rope": whole.rope, "text": whole.text, "digest": whole.digest}
     tensors = {key: tensor for key, tensor in found.items() if tensor is not None}
     parts = (whole.pieces[0] if whole.pieces else [], whole.overlap, whole.open)
     for part, layers in zip(PARTS, parts, strict=True):
@@ -136,7 +136,7 @@ def _description(path: str | Path, text: str) -> Description:
 
 
 def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torch.Tensor]) -> None:
-    names = {"adapter": 1, "rope": 0, "text": 0}  # a tensor of this name: 1 required, 0 optional
+    names = {"adapter": 1, "rope": 0, "text": 0, "digest": 0}  # a tensor of this name: 1 required, 0 optional
     # Before the first interval is condensed, a cache has no overlap.
     overlap = state.signature.overlap if state.ratios else 0
     rows = {"memory": state.memory, "overlap": overlap, "open": len(state.tail)}
@@ -154,7 +154,9 @@ def _check_tensors(path: str | Path, state: Description, tensors: dict[str, torc
             raise _damaged(path, f"{name} has shape {tuple(tensor.shape)}, not {rows[part]} rows of keys or values")
         if name == "rope" and not (tensor.dim() == 1 and tensor.numel()):
             raise _damaged(path, f"rope has shape {tuple(tensor.shape)}, not one frequency per pair")
-        if name != "text" and not (tensor.is_floating_point() and bool(torch.isfinite(tensor).all())):
+        if name == "digest" and (tensor.dim() != 1 or tensor.dtype != torch.int64):
+            raise _damaged(path, f"digest has shape {tuple(tensor.shape)}, not one whole number per row")
+        if name not in ("text", "digest") and not (tensor.is_floating_point() and bool(torch.isfinite(tensor).all())):
             raise _damaged(path, f"{name} holds values that are not finite numbers")
     text, hidden = tensors.get("text"), state.signature.hidden_size
     shape = None if text is None else tuple(text.shape[1:])

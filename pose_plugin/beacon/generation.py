@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pose_plugin.beacon.cache import BeaconCache, stream_of
+from pose_plugin.beacon.cache import BeaconCache, digest_of, stream_of
 from pose_plugin.beacon.checks import one_policy, renamed, two_caches
 from pose_plugin.utils.errors import PoSEError
 
@@ -152,19 +152,22 @@ def _past(inputs: Any, context: Any, kwargs: dict[str, Any], guesses: bool) -> B
 
 
 def _require_beginning(inputs: torch.Tensor | None, stream: BeaconCache) -> None:
-    """Require that `inputs` begins with the text of the stream, as far as that is still known: while it is raw."""
-    text = stream.text
-    if inputs is None or text is None or text.dim() != 2 or inputs.shape[0] % text.shape[0]:
+    """Require that `inputs` begins with the text of the stream, unless that is not known, e.g. of embeddings."""
+    digest = stream.digest
+    if inputs is None or digest is None or inputs.shape[0] % len(digest):
         return
-    text = text.to(inputs.device).repeat_interleave(inputs.shape[0] // text.shape[0], dim=0)
-    other = (inputs[:, : stream.tokens] != text).any(0).nonzero()
-    if len(other):
-        first = int(other[0])
-        raise PoSEError(
-            f"past_key_values: token {first} of inputs is not the one in the cache, which would be read in its place. "
-            "Give the ids that generate returned and what follows, or only what follows with context=…, or remove the "
-            f"rest from the cache: crop(-{stream.tokens - first})"
-        )
+    repeats, begins = inputs.shape[0] // len(digest), inputs[:, : stream.tokens]
+    if torch.equal(digest_of(begins), digest.to(inputs.device).repeat_interleave(repeats)):
+        return
+    where, or_less = f"one of the first {stream.tokens} tokens", ""
+    if stream.text is not None:
+        text = stream.text.to(inputs.device).repeat_interleave(repeats, dim=0)
+        first = int((begins != text).any(0).nonzero()[0])
+        where, or_less = f"token {first}", f", or remove the rest from the cache: crop(-{stream.tokens - first})"
+    raise PoSEError(
+        f"past_key_values: {where} of inputs is not the one in the cache, which would be read in its place. Give the "
+        f"ids that generate returned and what follows, or only what follows with context=…{or_less}"
+    )
 
 
 def _whole_mask(inputs: torch.Tensor | None, mask: torch.Tensor | None, cache: BeaconCache) -> torch.Tensor:

@@ -80,6 +80,7 @@ class Reader:
         if ratios is None:
             whole, count = self._whole(text), text.shape[1]
             given = Pass(0, cache.tail, (RAW,) * count, scheme)
+            cache.note(text)
             self._pass(given, text, count if self.keep is None else min(self.keep, count), result)
             cache.text = whole
             return result
@@ -89,6 +90,7 @@ class Reader:
             self.keep = min(text.shape[1], self.keep or text.shape[1])
             text = self._whole(text)
             cache.clear_text()
+        cache.note(text)
         cache.text = None
         tokens, at = text.shape[1], 0
         condensed, _ = intervals(tokens, scheme.interval, cache.pending)

@@ -211,6 +211,23 @@ def test_a_cache_of_another_text_is_refused(rows):
         assert torch.equal(answer, model.generate(text, max_new_tokens=5, **GREEDY))
 
 
+def test_a_condensed_cache_of_another_text_is_refused(tmp_path):
+    """Its text is gone, but not the digest of it: through a file, and for each row."""
+    model, cache = make_beacon(headroom=0, **WINDOW), BeaconCache()
+    first = model.generate(make_ids(60, rows=2), past_key_values=cache, max_new_tokens=4, **GREEDY)
+    assert cache.ratios and cache.text is None
+    cache.save(tmp_path / "c.safetensors")
+    cache = BeaconCache.load(tmp_path / "c.safetensors")
+    asked = torch.cat([first, make_ids(3, rows=2, seed=3)], dim=1)
+    for change in ((1, [0, 1], [1, 0]), (1, [20], [21])):
+        row, to, of = change
+        other = asked.clone()
+        other[row, to] = asked[row, of]
+        with pytest.raises(PoSEError, match=r"one of the first 63 tokens of inputs is not the one in the cache"):
+            model.generate(other, past_key_values=cache, max_new_tokens=2, **GREEDY)
+    assert model.generate(asked, past_key_values=cache, max_new_tokens=2, **GREEDY).shape == (2, 69)
+
+
 def test_condense_takes_what_a_tokenizer_returns():
     model, ids = make_beacon(), make_ids(20)
     encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -265,6 +265,7 @@ TENSORS = {
     "another batch": (lambda t: t.update({"open.0.keys": t["open.0.keys"].repeat(2, 1, 1, 1)}), "batch sizes"),
     "one dimension less": (lambda t: t.update({"open.0.keys": t["open.0.keys"][0]}), "shape"),
     "a text of another length": (lambda t: t.update(text=make_ids(29)), "text"),
+    "a digest of another type": (lambda t: t.update(digest=torch.zeros(1)), "digest"),
     "one more": (lambda t: t.update(more=torch.zeros(1)), "unknown"),
     "one less": (lambda t: t.pop("adapter"), "missing"),
 }
