@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import json
 import os
 import re
@@ -226,7 +227,9 @@ def copy_folder(source: Path, output: Path, names: Iterable[str], texts: Mapping
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         if _is_copy(source, output, kept, texts):
             return
-        raise PoSEError(f"{option} {output} exists and is not empty; name a new folder")
+        raise PoSEError(
+            f"{option} {output} exists and is not empty, and it is no copy of {source} as it is now; name a new folder"
+        )
     with new_folder(output) as part:
         for name in kept:
             _link_or_copy(source / name, part / name)
@@ -237,7 +240,8 @@ def copy_folder(source: Path, output: Path, names: Iterable[str], texts: Mapping
 
 def _is_copy(source: Path, output: Path, names: Iterable[str], texts: Mapping[str, str]) -> bool:
     try:
-        return all((output / name).stat().st_size == (source / name).stat().st_size for name in names) and all(
+        # Weights of a later training have the same size. Links and copies keep the time, so their bytes are not read.
+        return all(filecmp.cmp(source / name, output / name) for name in names) and all(
             (output / name).read_bytes() == _encoded(text) for name, text in texts.items()
         )
     except OSError:  # a file is missing

@@ -172,6 +172,18 @@ def test_a_copy_shares_weights_and_nothing_else(tmp_path):
             copy_folder(source, copy, all_names, {"config.json": "{}", "part/y.json": "[]"}, "--output")
 
 
+def test_weights_of_a_later_training_are_no_such_copy(tmp_path):
+    source, copy = tmp_path / "model", tmp_path / "copy"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"first")
+    copy_folder(source, copy, ["model.safetensors"], {}, "--output")
+    (source / "new").write_bytes(b"later")  # of the same size
+    (source / "new").replace(source / "model.safetensors")
+    with pytest.raises(PoSEError, match="it is no copy of"):
+        copy_folder(source, copy, ["model.safetensors"], {}, "--output")
+    assert (copy / "model.safetensors").read_bytes() == b"first"
+
+
 def test_a_path_that_is_no_utf_8(tmp_path):
     """Linux allows any bytes; Python hands those that are no UTF-8 out as surrogates."""
     values = {"folder": b"/models/F\xfc\xc3\xbc".decode("utf-8", "surrogateescape")}
