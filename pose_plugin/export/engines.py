@@ -18,7 +18,8 @@ from pose_plugin.utils.errors import PoSEError
 
 _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
 _NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
-_YARN = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"})
+_MSCALE = frozenset({"mscale", "mscale_all_dim"})
+_YARN = _MSCALE | {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 
 # What engines compute with that do not read these keys.
 _USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -47,6 +48,7 @@ class Rule:
         older: whether it reads only `rope_theta` and `rope_scaling`, the keys of transformers 4.
         length_keys: keys of config.json that hold the window.
         smallest: whether the smallest of them counts, instead of the first that exists.
+        before_others: a key that counts instead of all of them if it exists, whether larger or smaller.
         multiplied: kinds of rope for which it multiplies that window by the factor.
         from_original: kinds for which it takes the original window × factor.
         tokenizer: whether the tokenizer's model_max_length also limits the window.
@@ -67,6 +69,7 @@ class Rule:
     older: bool = False
     length_keys: tuple[str, ...] = ("max_position_embeddings",)
     smallest: bool = False
+    before_others: str | None = None
     multiplied: frozenset[str] = frozenset()
     from_original: frozenset[str] = frozenset()
     tokenizer: bool = False
@@ -118,6 +121,7 @@ RULES = (
         read_in="0.30.0, 0.31.0, 0.32.0, 0.33.0",
         length_keys=_VLLM_LENGTHS,
         smallest=True,
+        before_others="model_max_length",
         multiplied=_ALL - {"longrope", "llama3", "yarn"},
         tokenizer=True,
         longrope_default=True,
@@ -131,6 +135,7 @@ RULES = (
         read_in="0.14.0, 0.20.0, 0.24.0, 0.28.0, 0.29.0",
         length_keys=_VLLM_LENGTHS,
         smallest=True,
+        before_others="model_max_length",
         multiplied=_ALL - {"longrope", "llama3", "yarn"},
         from_original=frozenset({"yarn"}),
         tokenizer=True,
@@ -276,7 +281,9 @@ def taken(rule: Rule, saved: Saved) -> Taken:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)
     factor = float(rope.get("factor") or 1.0)
     if kind == "yarn":
-        rope = {key: value for key, value in rope.items() if key not in _YARN - rule.yarn_keys}
+        # Every engine has code of its own for DeepSeek's attention, which reads them.
+        latent = _MSCALE if saved.text.get("qk_rope_head_dim") else frozenset()
+        rope = {key: value for key, value in rope.items() if key not in _YARN - rule.yarn_keys - latent}
         if "attn_factor" in rule.yarn_keys and rope.get("attn_factor"):
             rope["attention_factor"] = rope["attn_factor"] * yarn_attention_factor(factor)
     if kind == "longrope" and rule.own_longrope_scale:
@@ -298,7 +305,8 @@ def _require_original(rule: Rule, rope: Mapping[str, Any]) -> None:
 def _window(rule: Rule, saved: Saved, rope: Mapping[str, Any]) -> tuple[int, int]:
     """Return the default and the largest window."""
     found = [saved.text[key] for key in rule.length_keys if isinstance(saved.text.get(key), int)] or [saved.maximum]
-    length = float(min(found) if rule.smallest else found[0])
+    first = saved.text.get(rule.before_others or "")
+    length = float(first if isinstance(first, int) else min(found) if rule.smallest else found[0])
     if rule.tokenizer:
         length = min(length, saved.tokenizer_maximum or math.inf)
     kind, factor = rope["rope_type"], float(rope.get("factor") or 1.0)

@@ -100,6 +100,13 @@ def test_another_length_in_the_config_counts(folder, engine, expected):
     assert taken(rules_of(engine)[0], read_saved(folder)).most == expected
 
 
+def test_vllm_takes_the_length_of_command_r_before_all_others(folder):
+    edit(folder, "config.json", model_max_length=256)
+    edit(folder, "config.json", max_position_embeddings=64, rope_scaling=None, rope_parameters=None)
+    saved = read_saved(full(folder))
+    assert [taken(rule, saved).default for rule in (*rules_of("vllm"), *rules_of("transformers"))] == [256, 256, 64, 64]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.engine} {rule.versions}")
 def test_frequencies_of_a_saved_yarn_folder_are_right_in_every_engine(folder, rule):
     saved = read_saved(full(folder))
