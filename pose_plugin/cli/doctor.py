@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"nothing to repair, so {args.mend} is not written", file=sys.stderr)
                 continue
             for file in write_mended(folder, Path(args.mend)):
-                print(f"wrote {args.mend}/{file}")
+                print(f"wrote {args.mend}/{file}", file=sys.stderr if args.json else sys.stdout)
     return code
 
 

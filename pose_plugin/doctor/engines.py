@@ -45,11 +45,12 @@ def readings(folder: Folder) -> list[Reading]:
         name = f"{rule.engine} {rule.versions}"
         try:
             found = taken(rule, saved)
-            frequencies, scale = found.frequencies(dim, saved.maximum)
+            with np.errstate(all="raise"):
+                frequencies, scale = found.frequencies(dim, saved.maximum)
         except EngineStopsError as error:
             rows.append(Reading(name, None, f"stops: {error.reason}"))
             continue
-        except (KeyError, TypeError, ValueError):
+        except (ArithmeticError, KeyError, TypeError, ValueError):
             # The reason is among the problems.
             rows.append(Reading(name, None, "stops at this rope"))
             continue

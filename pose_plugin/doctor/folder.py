@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,6 +158,8 @@ class Folder:
     @property
     def rotary_dim(self) -> int | None:
         """The rotated dimensions of a head, if the config states what is needed."""
+        if latent := whole(self.text.get("qk_rope_head_dim")):
+            return latent  # DeepSeek's and MiniCPM3's attention rotates a part of its own
         heads, hidden = whole(self.text.get("num_attention_heads")), whole(self.text.get("hidden_size"))
         width = whole(self.text.get("head_dim")) or (hidden // heads if heads and hidden else None)
         share = number(self.rope.get("partial_rotary_factor") or self.text.get("partial_rotary_factor")) or 1.0
@@ -193,6 +196,20 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
             f"{folder} is neither a folder nor a model in the local Hugging Face cache; give a folder, or download the "
             f"model's small files first: hf download {folder} --include '*.json'"
         )
+    files, damaged = _read(path)
+    above = None
+    named = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
+    if named:
+        place = _located(str(named), path)
+        if base and place is None:
+            raise PoSEError(f"--base {base} is neither a folder nor a model in the local Hugging Face cache")
+        # Without a base of its own: adapters may name each other.
+        above = Folder(place, *_read(place)) if place and place != path else None
+    return Folder(path, files, damaged, above)
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the values of each file, and what is wrong with each of the damaged ones."""
     files: dict[str, dict[str, Any]] = {}
     damaged: dict[str, str] = {}
     for name in FILES:
@@ -207,14 +224,7 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
             files[name] = values
         else:
             damaged[name] = f"holds a {type(values).__name__} instead of an object"
-    above = None
-    named = base or files.get(ADAPTER, {}).get("base_model_name_or_path")
-    if named:
-        place = _located(str(named), path)
-        if base and place is None:
-            raise PoSEError(f"--base {base} is neither a folder nor a model in the local Hugging Face cache")
-        above = read_folder(place) if place and place != path else None
-    return Folder(path, files, damaged, above)
+    return files, damaged
 
 
 def _located(name: str | Path, near: Path | None = None) -> Path | None:
@@ -237,13 +247,14 @@ def _located(name: str | Path, near: Path | None = None) -> Path | None:
 
 
 def number(value: Any) -> float | None:
-    """Return a value as a number, also if it is written as a string; None if it is not one."""
+    """Return a value as a finite number, also if it is written as a string; None if it is not one."""
     if isinstance(value, bool):
         return None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return found if math.isfinite(found) else None
 
 
 def whole(value: Any) -> int | None:

@@ -56,6 +56,7 @@ QWEN35 = {
         },
     },
 }
+LONG = {"max_position_embeddings": 131072}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -378,6 +379,48 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         None,
         {"rope_scaling.factor": 4.0},
     ),
+    (
+        "Qwen/Qwen3-8B edited by hand: a window in quotes",
+        "number as text",
+        {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, "32768"), "max_position_embeddings": 131072}},
+        None,
+        {"rope_scaling.original_max_position_embeddings": 32768},
+    ),
+    (
+        "Qwen/Qwen3-8B edited by hand: a base in quotes",
+        "number as text",
+        {"config.json": {**QWEN3, "rope_theta": "1000000"}},
+        None,
+        {"rope_theta": 1000000.0},
+    ),
+    (
+        "Qwen/Qwen3-8B edited by hand: a factor that no reader can compute with",
+        "no number",
+        {"config.json": {**QWEN3, "rope_scaling": yarn(float("inf"), 32768)}},
+        None,
+        None,
+    ),
+    (
+        "Qwen/Qwen3-8B edited by hand: a base of null hides the other one",
+        "no number",
+        {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768) | {"rope_theta": None}, **LONG}},
+        None,
+        {"rope_scaling.rope_theta": 1000000.0},
+    ),
+    (
+        "Qwen/Qwen3-8B edited by hand: the kind instead of the dict",
+        "rope of another type",
+        {"config.json": {**QWEN3, "rope_scaling": "yarn"}},
+        None,
+        None,
+    ),
+    (
+        "meta-llama/Llama-3.1-8B without its factor, which is not the ratio of its windows",
+        "no factor",
+        {"config.json": {**LLAMA3, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "factor"}, **LONG}},
+        None,
+        None,
+    ),
     # longrope.
     (
         "lm-sys/FastChat#3907 and mlc-ai/mlc-llm#3375: longrope without one of its lists",
@@ -533,7 +576,6 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
 ]
 
 LONGROPE = {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
-LONG = {"max_position_embeddings": 131072}
 
 # What looks like one of the above, and works. The published configs are in tests/data/published_configs.
 HEALTHY: list[tuple[str, dict[str, dict[str, Any]], dict[str, Any] | None]] = [
@@ -615,6 +657,22 @@ HEALTHY: list[tuple[str, dict[str, dict[str, Any]], dict[str, Any] | None]] = [
     (
         "transformers writes its default max_length=20, which it treats as not set",
         {"config.json": SMALL, "generation_config.json": {"max_length": 20}},
+        None,
+    ),
+    (
+        "openbmb/MiniCPM3-4B: a part of each head has its own width",
+        {
+            "config.json": {
+                **PHI3,
+                **{"model_type": "minicpm3", "hidden_size": 2560, "num_attention_heads": 40, "qk_rope_head_dim": 32},
+                "rope_scaling": {"type": "longrope", "long_factor": [1.1] * 16, "short_factor": [1.0] * 16},
+            }
+        },
+        None,
+    ),
+    (
+        "a tokenizer without a limit, as some tools write it",
+        {"config.json": SMALL, "tokenizer_config.json": {"model_max_length": float("inf")}},
         None,
     ),
     ("huggingface/peft: a LoRA adapter of the model as it is", {"adapter_config.json": LORA}, LLAMA2),

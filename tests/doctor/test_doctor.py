@@ -15,6 +15,7 @@ from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
 from pose_plugin.doctor.compare import CONFIGURED, Compared, judge
 from pose_plugin.doctor.engines import readings
+from pose_plugin.export.engines import RULES
 from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, LORA, PHI3, QWEN3, SMALL, new, yarn
 from tests.pages import benchmark, committed
 
@@ -64,7 +65,7 @@ def test_the_repaired_copy_is_free_of_it(case, tmp_path):
         value = after.files[file or "config.json"]
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
-        assert value == wanted, where
+        assert (value, type(value)) == (wanted, type(wanted)), where
 
 
 @pytest.mark.parametrize("row", HEALTHY, ids=lambda row: row[0])
@@ -103,6 +104,43 @@ def test_weights_are_linked_and_not_read(tmp_path):
         assert main(["doctor", str(folder), "--mend", str(tmp_path / "mended")]) == 1
     assert (tmp_path / "mended" / "model.safetensors").samefile(folder / "model.safetensors")
     assert not (tmp_path / "mended" / "config.json").samefile(folder / "config.json")
+
+
+def test_json_is_all_of_the_output(tmp_path, capsys):
+    folder = write(tmp_path / "model", {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, 32768)}})
+    assert main(["doctor", str(folder), "--json", "--mend", str(tmp_path / "mended")]) == 1
+    assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+ODD = {
+    "a base of 1": {"rope_theta": 1.0, "rope_scaling": yarn(4.0, 10240)},
+    "a factor of 0": {"rope_scaling": yarn(0, 10240)},
+    "a kind that is a list": {"rope_scaling": {**yarn(4.0, 10240), "rope_type": ["yarn"], "type": "yarn"}},
+    "a window of 400 digits": {"max_position_embeddings": 10**400},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ODD)
+def test_no_value_stops_the_report(name, tmp_path, capsys):
+    folder = write(tmp_path, {"config.json": {**QWEN3, **ODD[name]}})
+    assert main(["doctor", str(folder)]) in (0, 2)
+    shown = capsys.readouterr().out
+    assert "what engines take: not known" in shown or shown.count("–  stops") == len(RULES), shown
+
+
+def test_adapters_that_name_each_other(tmp_path):
+    for name, other in (("one", "other"), ("other", "one")):
+        write(tmp_path / name, {"adapter_config.json": {"base_model_name_or_path": str(tmp_path / other)}})
+    assert main(["doctor", str(tmp_path / "one")]) == 0
+
+
+def test_deepseeks_own_code_scales_its_logits_in_every_engine(tmp_path):
+    """vLLM's and llama.cpp's usual YaRN do not read mscale."""
+    model = next(model for model in MODELS if model["model"] == "deepseek-ai/DeepSeek-V3")
+    folder = read_folder(write(tmp_path, {"config.json": model["config"]}))
+    assert folder.rotary_dim == 64
+    assert {row.rope for row in readings(folder)} == {"yarn"}
 
 
 def test_a_maximum_raised_by_hand_is_found_with_the_model_before(tmp_path, capsys):

@@ -14,6 +14,9 @@ _KINDS |= {"deepseek_yarn", "telechat3-yarn", "gptj"}
 _USUAL = "default, linear, dynamic, yarn, longrope or llama3"
 # Keys of a rope dict that belong to the model and not to a kind of scaling.
 _OF_THE_FAMILY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+# Keys of a rope dict, or next to it, that hold a number.
+_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+_NUMBERS += ("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
 # Ratios of lengths that differ less than this are the same.
 _SAME = 0.01
 
@@ -131,7 +134,7 @@ def nested_forms_disagree(folder: Folder) -> Iterator[Problem]:
 def types(folder: Folder) -> Iterator[Problem]:
     """Numbers of another type, and kinds and factors that no reader takes."""
     value = folder.text.get("max_position_embeddings")
-    if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and folder.maximum):
         fixed = folder.maximum
         yield problem(
             "maximum of another type",
@@ -142,19 +145,52 @@ def types(folder: Folder) -> Iterator[Problem]:
             "error",
             {CONFIG: {folder.place("max_position_embeddings"): fixed}} if fixed else {},
         )
-    for name, form in (("rope_parameters", folder.new_form), ("rope_scaling", folder.old_form)):
-        for key in ("factor", "rope_theta", "original_max_position_embeddings"):
-            found = (form or {}).get(key)
-            if isinstance(found, str) and number(found) is not None:
-                yield problem(
-                    "number as text",
-                    f"{name}.{key}",
-                    repr(found),
-                    "readers that compute with it fail, or compare text with numbers",
-                    f"Write {number(found):g} without quotes",
-                    "error",
-                    {CONFIG: {folder.place(name, key): number(found)}} if form is not None else {},
-                )
+    for name in ("rope_parameters", "rope_scaling"):
+        found = folder.text.get(name)
+        if found is not None and not isinstance(found, dict):
+            fix = "Write an object with rope_type and its values, or remove the key"
+            yield problem("rope of another type", name, repr(found), "no reader can load it", fix, "error")
+    for place, values in (
+        (("rope_parameters",), folder.new_form),
+        (("rope_scaling",), folder.old_form),
+        ((), folder.text),
+    ):
+        for key in _NUMBERS:
+            if _is_no_number(found := (values or {}).get(key)):
+                yield _no_number(folder, (*place, key), found)
+        if place and values and values.get("rope_theta", 1) is None:
+            top = number(folder.text.get("rope_theta"))
+            yield problem(
+                "no number",
+                f"{place[0]}.rope_theta",
+                "null",
+                "transformers 5 reads it instead of any other base, and fails",
+                f"Write {top:g}" if top else "Write the base that the model was trained with",
+                "error",
+                {CONFIG: {folder.place(*place, "rope_theta"): top}} if top else {},
+            )
+
+
+def _is_no_number(value: Any) -> bool:
+    # A few published configs have a list with one value per layer.
+    return value is not None and not isinstance(value, (list, dict)) and (isinstance(value, str) or number(value) is None)
+
+
+def _no_number(folder: Folder, place: tuple[str, ...], found: Any) -> Problem:
+    key, meant = ".".join(place), number(found)
+    if meant is None:
+        return problem("no number", key, repr(found), "no reader can compute with it", "Write a number", "error")
+    # A converter refuses the float 32768.0 as a window.
+    right = whole(meant) if place[-1] == "original_max_position_embeddings" else None
+    return problem(
+        "number as text",
+        key,
+        repr(found),
+        "readers that compute with it fail, or compare text with numbers",
+        f"Write {meant:g} without quotes",
+        "error",
+        {CONFIG: {folder.place(*place): right or meant}},
+    )
 
 
 def kinds(folder: Folder) -> Iterator[Problem]:
@@ -164,7 +200,8 @@ def kinds(folder: Folder) -> Iterator[Problem]:
         if not form:
             continue
         new, old = form.get("rope_type"), form.get("type")
-        if new and old and {new, old} - {"mrope", "default"} and {new, old} != {"su", "longrope"} and new != old:
+        named = {str(new), str(old)}  # in a damaged file they may be of any type
+        if new and old and named - {"mrope", "default"} and named != {"su", "longrope"} and new != old:
             yield problem(
                 "two kinds",
                 f"{name}.type",

@@ -30,12 +30,15 @@ def factors(folder: Folder) -> Iterator[Problem]:
     value = folder.rope.get("factor")
     if value is None:
         ratio = folder.maximum / folder.original if folder.maximum and folder.original else None
+        usual = "Write target / original window"
+        if folder.kind == "llama3":  # Llama 3.1 has 8 for 16 times the window, Llama 3.2 has 32
+            ratio, usual = None, "Copy the factor of the model before training"
         yield problem(
             "no factor",
             f"{name}.factor",
             None,
             f"rope_type={folder.kind} cannot be computed without it",
-            f"Write {ratio:g}, max_position_embeddings / original" if ratio else "Write target / original window",
+            f"Write {ratio:g}, max_position_embeddings / original" if ratio else usual,
             "error",
             {CONFIG: {folder.place(form, "factor"): ratio for form in folder.forms()}} if ratio else {},
         )
