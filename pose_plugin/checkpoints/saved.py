@@ -140,8 +140,23 @@ class Saved:
 
     def _normalised(self, found: dict[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(FULL), dict):
-            return {key: normalise(value) if isinstance(value, dict) else value for key, value in found.items()}
-        return {"rope_theta": float(self._theta or _USUAL_THETA), **normalise(found)}
+            found = {key: normalise(value) if isinstance(value, dict) else value for key, value in found.items()}
+            return {**found, FULL: self._complete(found[FULL])}
+        return self._complete(found)
+
+    def _complete(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return one flat rope dict with what is stated next to it."""
+        rope = normalise(found)
+        if rope.get("rope_theta") is None:
+            rope["rope_theta"] = float(self._theta or _USUAL_THETA)
+        return self._with_original(rope, NEED_ORIGINAL)
+
+    def _with_original(self, rope: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
+        """Phi-3 and its relatives state the original window next to the rope dict, and that counts."""
+        original = self.text.get("original_max_position_embeddings")
+        if original is None or rope["rope_type"] not in kinds:
+            return rope
+        return {**rope, "original_max_position_embeddings": original}
 
     @property
     def _theta(self) -> Any:
@@ -151,15 +166,7 @@ class Saved:
     @cached_property
     def rope(self) -> dict[str, Any]:
         """The flat rope dict of the layers that see far."""
-        rope = {"rope_theta": _USUAL_THETA, **far_rope(self.rope_parameters)}
-        return self._with_original(rope, NEED_ORIGINAL)
-
-    def _with_original(self, rope: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
-        """Phi-3 and its relatives state the original window next to the rope dict, and that counts."""
-        original = self.text.get("original_max_position_embeddings")
-        if original is None or rope["rope_type"] not in kinds:
-            return rope
-        return {**rope, "original_max_position_embeddings": original}
+        return far_rope(self.rope_parameters)
 
     @property
     def maximum(self) -> int:

@@ -175,9 +175,10 @@ def legacy_copies(parameters: Mapping[str, Any], model_type: str) -> dict[str, A
     full, sliding = parameters.get(FULL), parameters.get("sliding_attention")
     if not isinstance(full, Mapping) or not isinstance(sliding, Mapping) or sliding["rope_type"] != "default":
         return {}
+    local = sliding.get("rope_theta")
     if model_type in _OLD_LOCAL_BASE:
-        return _flat_copies(full) | {_OLD_LOCAL_BASE[model_type]: sliding["rope_theta"]}
-    if model_type == "olmo3" and sliding["rope_theta"] == full["rope_theta"]:
+        return _flat_copies(full) | ({} if local is None else {_OLD_LOCAL_BASE[model_type]: local})
+    if model_type == "olmo3" and local in (None, full["rope_theta"]):
         return _flat_copies(full)
     return {}
 

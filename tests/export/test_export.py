@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +405,46 @@ def test_only_weights_are_linked_into_the_older_form(tmp_path):
     (older / "README.md").write_text("# Another\n")
     assert (tmp_path / "full" / "README.md").read_text() == "# Mine\n"
     assert (older / "model.safetensors").samefile(tmp_path / "full" / "model.safetensors")
+
+
+LISTS = {"type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+PUBLISHED = {
+    "Phi-3, whose original window is next to its lists": (
+        {"model_type": "phi3", "rope_theta": 10000.0, "rope_scaling": LISTS, "original_max_position_embeddings": 64},
+        {"rope_scaling.original_max_position_embeddings": 64, "original_max_position_embeddings": 64},
+    ),
+    "Gemma 3, whose bases are next to its ropes": (
+        {
+            "model_type": "gemma3_text",
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}},
+        },
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_stated_next_to_a_rope_counts(tmp_path, name):
+    config, wanted = PUBLISHED[name]
+    folder, output = tmp_path / "model", tmp_path / "older"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    assert main(["export", str(folder), "--engine", "transformers", "--form", "4", "--output", str(output)]) == 0
+    written = config_of(output)
+    assert "rope_parameters" not in written
+    for path, value in wanted.items():
+        assert functools.reduce(lambda values, key: values[key], path.split("."), written) == value
+
+
+def test_a_base_of_null_counts_as_none(tmp_path, capsys):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": None}
+    config = {"model_type": "llama", "max_position_embeddings": 256, "rope_theta": 500000.0, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for words in (["export", "--engine", "llama.cpp"], ["card"]):
+        assert main([words[0], str(tmp_path), *words[1:]]) == 0
+    assert "no number" in capsys.readouterr().out and read_saved(tmp_path).rope["rope_theta"] == 500000.0
 
 
 @pytest.mark.parametrize(
