@@ -27,6 +27,7 @@ from pose_plugin.checkpoints.probe import probe_inputs, read_probe
 from pose_plugin.checkpoints.saved import RECORD, Base, Saved, base_of, is_adapter, read_saved
 from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.files import read_json, write_json
+from pose_plugin.utils.tables import counted
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -77,11 +78,16 @@ def check_folder(
     answer = load(saved.path, where)
     report.transformers = answer.get("transformers")
     report.add("reload", "error" not in answer, _reloaded(answer, saved.path, where))
+    if missing := answer.get("missing"):
+        names = f"{counted(len(missing), 'weight')} missing from the files, the first {shown(missing[0])}"
+        report.add("weights", False, f"{names}: random numbers took their place. Save or copy the folder again")
     compare_maximum(report, answer, reference.target)
     compare_tokenizer(report, answer, reference.target)
     if "maximum" not in report.differing():
         compare_generation(report, answer, where)
     if "logits" not in answer:
+        if "error" not in answer:
+            report.add("logits", None, "not computed, as config.json names no vocab_size")
         return report
     if probe is None:
         return look_without_probe(report, answer, saved, reference)

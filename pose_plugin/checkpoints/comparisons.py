@@ -101,7 +101,7 @@ def compare_forms(report: CheckReport, saved: Saved, ours: bool) -> None:
         else:
             report.warn("older form", sentence)
         return
-    wrong = [key for key, value in wanted.items() if not _same(text.get(key), value)]
+    wrong = [key for key, value in wanted.items() if not _same(text.get(key), value, text)]
     if not ours:
         # transformers 5 saves no older keys, and a reader's default may be right.
         wrong = [key for key in wrong if text.get(key) is not None]
@@ -129,7 +129,8 @@ def compare_targets(report: CheckReport, saved: Saved, reference: Saved) -> None
             "(config.json: pose_plugin.target_length). Train with one number",
         )
     reach = saved.factor * float(saved.rope.get("original_max_position_embeddings") or math.inf)
-    if reach < 0.999 * target:
+    # Of other kinds, the factor is no ratio of windows (Llama 3.1: 8 for 16 times), or it is not written (Phi-3).
+    if saved.kind == "yarn" and reach < 0.999 * target:
         report.warn(
             "target",
             f"rope_parameters reach {reach:.0f} tokens (factor × original_max_position_embeddings), below {target}; "
@@ -146,10 +147,12 @@ def compare_targets(report: CheckReport, saved: Saved, reference: Saved) -> None
             report.add("lengths", False, f"{limit.file}: {limit.key}={limit.value} is below {target}: {limit.effect}")
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(found: Any, wanted: Any, text: Mapping[str, Any]) -> bool:
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return normalise(found) == normalise(wanted)
-    return found == wanted
+        # The older form keeps these next to its dict, and readers look for them there.
+        beside = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if text.get(key) is not None}
+        return beside | normalise(found) == beside | normalise(wanted)
+    return bool(found == wanted)
 
 
 def compare_maximum(report: CheckReport, answer: Mapping[str, Any], target: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -121,14 +122,13 @@ def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
     remote = {"trust_remote_code": True} if request["trust_remote_code"] else {}
     answer["transformers"] = transformers.__version__
     try:
-        answer["tokenizer"] = int(AutoTokenizer.from_pretrained(folder, **remote).model_max_length)
+        limit = AutoTokenizer.from_pretrained(folder, **remote).model_max_length
+        answer["tokenizer"] = int(min(limit, 10**30))  # it may be infinite
     except Exception as error:
         answer["tokenizer_error"] = f"{type(error).__name__}: {error}"
     config = AutoConfig.from_pretrained(folder, **remote)
     answer["maximum"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     probe = request["probe"]
-    if probe is None:
-        return
     options: dict[str, Any] = dict(remote)
     if request["quantization"]:
         options["quantization_config"] = request["quantization"]
@@ -137,11 +137,19 @@ def _load_and_measure(request: dict[str, Any], answer: dict[str, Any]) -> None:
     dtype = request["dtype"]
     key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     options[key] = dtype if dtype == "auto" else getattr(torch, dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(base or folder, config=config, **options)
+    options["output_loading_info"] = True
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base or folder, config=config, **options)
+    model, info = loaded
+    answer["missing"] = sorted(info["missing_keys"])
     if base is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, folder)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = PeftModel.from_pretrained(model, folder)
+        answer["missing"] += [str(each.message) for each in caught if "missing adapter keys" in str(each.message)]
+    if probe is None:
+        return
     if not request["quantization"]:
         model = model.to(request["device"])
     answer.update(measure(model, probe), dtype=weight_type(model))

@@ -100,7 +100,7 @@ class Config(Part):
 class Tokenizer(Part):
     """tokenizer_config.json."""
 
-    model_max_length: int | Number | None = None
+    model_max_length: int | float | None = None  # some tools write Infinity
     tokenizer_class: str | None = None
 
 

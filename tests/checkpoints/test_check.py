@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,21 @@ def set_factor(values: dict[str, Any], *keys: str) -> None:
 def without_rope(values: dict[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         del values[key]
+
+
+def drop(name: str) -> Any:
+    return lambda tensors: [tensors.pop(key) for key in list(tensors) if name in key]
+
+
+def wrap(tensors: dict[str, Any]) -> None:
+    for key in list(tensors):
+        tensors[f"base_model.model.{key}"] = tensors.pop(key)
+
+
+def forget(folder: Path) -> None:
+    """Make it the folder of another trainer."""
+    for name in ("pose.json", "pose_probe.json"):
+        (folder / name).unlink()
 
 
 def scale(name: str, factor: float) -> Any:
@@ -132,6 +148,45 @@ DAMAGE: dict[str, tuple[str, Any, set[str]]] = {
         {"logits"},
     ),
     "weights lost": ("full", lambda folder: (folder / "model.safetensors").unlink(), {"weights"}),
+    "some weights lost": (
+        "full",
+        lambda folder: weights(folder, drop("layers.1.mlp")),
+        {"weights", "logits"},
+    ),
+    "some weights lost, without a probe": (
+        "full",
+        lambda folder: [forget(folder), weights(folder, drop("layers.1.mlp"))],
+        {"weights"},
+    ),
+    "names of a wrapped model": (
+        "full",
+        lambda folder: [forget(folder), weights(folder, wrap)],
+        {"weights"},
+    ),
+    "some weights of an adapter lost, without a probe": (
+        "adapter",
+        lambda folder: [forget(folder), weights(folder, drop("layers.1."))],
+        {"weights"},
+    ),
+    "weights lost, without a vocabulary": (
+        "full",
+        lambda folder: [
+            forget(folder),
+            edit(folder / "config.json", lambda c: c.pop("vocab_size")),
+            weights(folder, drop("layers.1.mlp")),
+        ],
+        {"reload"},
+    ),
+    "a tokenizer without a limit, as some tools write it": (
+        "full",
+        lambda folder: edit(folder / "tokenizer_config.json", lambda c: c.update(model_max_length=math.inf)),
+        set(),
+    ),
+    "older form with its base beside it": (
+        "full",
+        lambda folder: edit(folder / "config.json", lambda c: c["rope_scaling"].pop("rope_theta")),
+        set(),
+    ),
     "probe lost": ("full", lambda folder: (folder / "pose_probe.json").unlink(), {"logits"}),
     "another target in the record": (
         "full",
@@ -200,6 +255,28 @@ def test_what_a_foreign_folder_does_not_prove_is_stated(home, tmp_path, here):
     edit(folder / "config.json", lambda values: values.pop("rope_scaling"))
     report = check_folder(folder)
     assert report.passed and ("older form", "warning") in {(what, verdict) for what, verdict, _ in report.findings}
+
+
+LISTS = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+PUBLISHED = {
+    "Llama 3.1, whose factor is no ratio of windows": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 64},
+    },
+    "Phi-3, whose original window is next to its lists": {
+        "rope_scaling": {"type": "longrope", **LISTS}, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_forms_raise_no_alarm(home, tmp_path, here, name):
+    folder = copy(home, tmp_path, "full")
+    forget(folder)
+    edit(folder / "config.json", lambda values: [values.pop("rope_parameters"), values.update(PUBLISHED[name])])
+    report = check_folder(folder)
+    assert report.passed and {what for what, verdict, _ in report.findings if verdict == "warning"} == {"record"}
+    assert ("frequencies", "ok") in {(what, verdict) for what, verdict, _ in report.findings}
 
 
 def test_a_run_of_no_steps_is_a_warning(home, tmp_path, here):
