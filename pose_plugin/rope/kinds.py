@@ -131,7 +131,7 @@ def normalise(parameters: Parameters) -> dict[str, Any]:
     result: dict[str, Any] = copy.deepcopy(dict(parameters))
     old = result.pop("type", None)
     kind = result.get("rope_type") or old or "default"
-    result["rope_type"] = _ALIASES.get(kind, kind)
+    result["rope_type"] = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     length = result.get("original_max_position_embeddings")
     if isinstance(length, float) and length.is_integer():
         result["original_max_position_embeddings"] = int(length)

@@ -119,7 +119,8 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
         raise PoSEError(f"model type {model_type!r}: max_position_embeddings={maximum!r} must be a whole number")
     maximum = int(maximum)
     record = dict(lookup(text, RECORD_KEY) or {})
-    length = _original_length(text, current, maximum, record, original_length)
+    stated = _stated_window(text, maximum)
+    length = _original_length(text, current, stated, record, original_length)
     dim = _rotary_dim(text, current, nested, fixed)
     built = live.get(layer_type) if live else None
     frequencies, attention, restated = _as_built(current, dim, maximum, built, model_type)
@@ -131,7 +132,7 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
         rotary_dim=dim,
         unset_head_dim=_unset_head_dim(text),
         max_position_embeddings=maximum,
-        window=_window(current, maximum, length),
+        window=_window(current, stated, length),
         original_length=length,
         original_theta=float(record.get("original_theta") or theta),
         frequencies=frequencies,
@@ -155,6 +156,8 @@ def _parameters(text: Any, model_type: str) -> dict[str, Any]:
     shared = {"rope_theta": theta, "partial_rotary_factor": lookup(text, "partial_rotary_factor")}
     shared = {key: value for key, value in shared.items() if value is not None}
     found = found or {}
+    if not isinstance(found, Mapping):
+        raise PoSEError(f"model type {model_type!r}: its rope is {shown(found)} instead of an object; correct config.json")
     if any(isinstance(value, Mapping) for value in found.values()):
         layers = {key: value for key, value in found.items() if value is None or isinstance(value, Mapping)}
         return {k: None if v is None else _complete(v, shared, model_type) for k, v in layers.items()}
@@ -310,6 +313,12 @@ def _unset_head_dim(text: Any) -> int | None:
     if lookup(text, "head_dim", 0) is not None:
         return None
     return _default_head_dim(text)
+
+
+def _stated_window(text: Any, maximum: int) -> int:
+    """Return the window that a config states. Command-R has 8192 as its maximum to save memory, and another key."""
+    other = lookup(text, "model_max_length") if lookup(text, "model_type") == "cohere" else None
+    return max(maximum, other) if isinstance(other, int) else maximum
 
 
 def _original_length(

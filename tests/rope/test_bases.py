@@ -166,6 +166,22 @@ def test_an_unscaled_maximum_is_found_by_the_longer_one():
     assert (plan.original_length, plan.factor) == (4096, 8.0)
 
 
+def test_command_r_states_its_window_in_another_key():
+    """Its maximum of 8192 saves memory; the model was trained up to model_max_length."""
+    raw = {**SMALL, "model_type": "cohere", "max_position_embeddings": 8192, "model_max_length": 131072}
+    source = read_rope(raw)
+    assert (source.original_length, source.window, source.factor(262144)) == (131072, 131072, 2.0)
+    written = extend_context(raw, 262144)
+    assert written["max_position_embeddings"] == written["model_max_length"] == 262144
+    assert read_rope(written).original_length == 131072
+
+
+@pytest.mark.parametrize("rope", ["yarn", {"rope_type": ["yarn"], "factor": 4.0}])
+def test_a_rope_of_another_type_is_an_error(rope):
+    with pytest.raises(PoSEError, match="yarn"):
+        read_rope({**SMALL, "model_type": "unknown to transformers", "max_position_embeddings": 64, "rope_scaling": rope})
+
+
 def test_other_lengths_of_a_config_are_raised():
     """Engines take the smallest, or another one than max_position_embeddings."""
     raw = {**SMALL, "model_type": "llama", "max_position_embeddings": 4096, "max_sequence_length": 4096}
