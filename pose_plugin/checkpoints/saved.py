@@ -39,6 +39,7 @@ class Saved:
     Attributes:
         path: its folder.
         printed, printed_base: the folder and the base that printed lines name, if they are others than the real ones.
+        gguf: the GGUF file that they name, if it is not in the folder.
         known_limit: the tokenizer's model_max_length, if the caller knows it; the tokenizer's file, which another
             process may be writing, is then not read.
     """
@@ -47,6 +48,7 @@ class Saved:
     printed: Path | None = None
     printed_base: str | None = None
     known_limit: int | None = None
+    gguf: Path | None = None
 
     # The files. None if the folder does not have one.
 

@@ -117,7 +117,7 @@ class Adapter(Part):
     base_model_name_or_path: str | None = None
     revision: str | None = None
     r: int | None = None
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Any] | None = None  # a rank each; of AdaLoRA, a list
     init_lora_weights: Any = None
     use_dora: bool | None = None
     modules_to_save: list[str] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pose_plugin.utils.errors import PoSEError
@@ -84,6 +85,8 @@ def _export(args: argparse.Namespace) -> int:
     _require_used(args)
     _require_window(args.folder)
     saved = read_saved(args.folder)
+    if args.convert and args.output and not args.form:
+        saved = replace(saved, gguf=Path(args.output))
     # What the engine refuses, and files that cannot be read, are raised before anything is written or printed.
     exporter(args.engine)(saved)
     warnings = [*saved.warnings, *_problems(args.folder)]
@@ -101,7 +104,7 @@ def _export(args: argparse.Namespace) -> int:
         from pose_plugin.export.llama_cpp import convert
 
         arguments = ["--outtype", args.outtype] if args.outtype else []
-        print(f"# converted: {convert(saved, args.llama_cpp, None if args.form else args.output, arguments)}")
+        print(f"# converted: {convert(saved, args.llama_cpp, arguments)}")
     for name, content in made.files.items():
         file = saved.path / name
         # An empty file is what a full disk once left.

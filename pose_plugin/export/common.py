@@ -74,6 +74,8 @@ def merge_lines(saved: Saved, output: str) -> list[str]:
 
 def needs_merging(saved: Saved) -> str | None:
     """Return why an engine cannot load this adapter on its base, or None."""
+    if saved.adapter is not None and saved.adapter.peft_type not in (None, "LORA"):
+        return f"the adapter has peft_type={saved.adapter.peft_type}, and engines load LoRA only"
     if saved.adapter is not None and saved.adapter.modules_to_save:
         return f"the adapter has modules_to_save={saved.adapter.modules_to_save}, which engines do not load"
     if saved.adapter is not None and saved.adapter.use_dora:

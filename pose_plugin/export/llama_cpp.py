@@ -53,8 +53,8 @@ def export(saved: Saved) -> Export:
 
 
 def gguf_file(saved: Saved) -> str:
-    """Return where the converter writes by default."""
-    return str(saved.shown / f"{saved.name}.gguf")
+    """Return where the converter writes."""
+    return str(saved.gguf or saved.shown / f"{saved.name}.gguf")
 
 
 def same_as_flags(saved: Saved) -> str:
@@ -95,7 +95,7 @@ def find_converter(home: str | None) -> Path:
     return path
 
 
-def convert(saved: Saved, home: str | None, output: str | None, arguments: list[str] | None = None) -> Path:
+def convert(saved: Saved, home: str | None, arguments: list[str] | None = None) -> Path:
     """Run llama.cpp's converter on a full model.
 
     Returns: the GGUF file.
@@ -107,7 +107,9 @@ def convert(saved: Saved, home: str | None, output: str | None, arguments: list[
     if saved.base is not None:
         raise PoSEError(f"{saved.path} is an adapter; merge it first:\n  " + "\n  ".join(made.lines[:2]))
     converter = find_converter(home)
-    file = Path(output or gguf_file(saved))
+    file = Path(gguf_file(saved))
+    if file.is_dir():
+        raise PoSEError(f"--output {file} is a folder; name the GGUF file in it")
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as part:
         command = [sys.executable, str(converter), str(saved.path), "--outfile", str(part), *(arguments or [])]

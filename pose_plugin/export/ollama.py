@@ -18,12 +18,14 @@ def export(saved: Saved) -> Export:
     """
     conversion = llama_cpp.export(saved)
     file = Path(llama_cpp.gguf_file(saved))
-    modelfile = f"FROM ./{file.name}\nPARAMETER num_ctx {saved.maximum}\n"
+    # Ollama looks for a relative path from the Modelfile on.
+    source = file.resolve() if saved.gguf else f"./{file.name}"
+    modelfile = f"FROM {source}\nPARAMETER num_ctx {saved.maximum}\n"
     name = shlex.quote(saved.name)
     return Export(
         [
             *conversion.lines[:-1],
-            f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))}",
+            f"ollama create {name} -f {shlex.quote(str(saved.shown / 'Modelfile'))}",
             f"ollama run {name}",
         ],
         [*conversion.notes, "without num_ctx Ollama serves a few thousand tokens of any model"],

@@ -169,6 +169,15 @@ def test_adapters_with_whole_modules_are_merged_first(home):
         assert "whole adapter/merged" in rest[0]
 
 
+def test_adapters_of_another_kind_than_lora_are_merged_first(home, tmp_path):
+    folder = Path(shutil.copytree(home / "yarn adapter", tmp_path / "adapter"))
+    changes = {"peft_type": "ADALORA", "rank_pattern": {"q_proj": [True, False]}}
+    edit(folder / "adapter_config.json", lambda values: values.update(changes))
+    for engine in ("vllm", "sglang"):
+        made = exporter(engine)(read_saved(folder))
+        assert "merge_and_unload" in made.lines[0] and "peft_type=ADALORA" in made.notes[-1]
+
+
 def test_adapters_that_start_from_a_part_of_the_base_are_merged_first(home, tmp_path):
     """PEFT takes the part out of the base's weights. An engine would add it to the whole ones."""
     from peft import LoraConfig, get_peft_model
@@ -274,6 +283,9 @@ def test_llama_cpps_own_converter_is_run(home, tmp_path, capsys):
     # Renamed when it is complete.
     assert (folder, option, rest) == (str(home / "yarn"), "--outfile", ["--outtype", "f16"])
     assert Path(written).name == file.name and written != str(file)
+    assert f"llama-server -m {file} " in capsys.readouterr().out
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
     script.write_text("import sys\nsys.exit('no such architecture')\n")
     file.unlink()
     assert main([*command, "--output", str(file)]) == 2
@@ -283,6 +295,9 @@ def test_llama_cpps_own_converter_is_run(home, tmp_path, capsys):
 def test_ollama_writes_a_modelfile(home):
     assert main(["export", str(home / "linear"), "--engine", "ollama"]) == 0
     assert (home / "linear" / "Modelfile").read_text() == "FROM ./linear.gguf\nPARAMETER num_ctx 512\n"
+    elsewhere = exporter("ollama")(replace(read_saved(home / "linear"), gguf=Path("/models/x.gguf")))
+    assert elsewhere.files["Modelfile"].startswith("FROM /models/x.gguf\n")
+    assert f"-f {home / 'linear' / 'Modelfile'}" in elsewhere.lines[-2]
 
 
 # -- transformers 4 ----------------------------------------------------------------------------------------------------
