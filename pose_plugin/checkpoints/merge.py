@@ -11,7 +11,7 @@ from pose_plugin.checkpoints.lengths import raise_config, raise_limits
 from pose_plugin.checkpoints.probe import read_probe, stage_probe
 from pose_plugin.checkpoints.saved import RECORD, Saved, is_adapter, read_record, text_part
 from pose_plugin.rope.read import RECORD_KEY
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.files import read_json, staged
 
 # What a config.json holds about positions, in all spellings.
@@ -27,6 +27,8 @@ _ROPE_KEYS = (
     "max_position_embeddings",
     RECORD_KEY,
 )
+# A merge changes none of these.
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
 
 
@@ -98,6 +100,12 @@ def complete_merged(folder: str | Path, adapter: str | Path) -> None:
         raise PoSEError(f"{path} is not the trained model: {why}")
     wanted, values = source.text, read_json(path / "config.json")
     text = text_part(values)
+    for key in _SHAPE:
+        if None not in (text.get(key), wanted.get(key)) and text[key] != wanted[key]:
+            raise PoSEError(
+                f"{path} is not {adapter} merged: its config.json has {key}={shown(text[key])}, and the adapter's has "
+                f"{shown(wanted[key])}"
+            )
     for key in _ROPE_KEYS:
         text.pop(key, None)
         if key in wanted:

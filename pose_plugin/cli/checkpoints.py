@@ -36,12 +36,19 @@ def _check(args: argparse.Namespace) -> int:
     _require_window(args.folder)
     if args.repair:
         from pose_plugin.checkpoints.merge import complete_merged
+        from pose_plugin.checkpoints.saved import RECORD, read_record
         from pose_plugin.export.card import require_readable_card, write_card
 
         if args.like is None:
             raise PoSEError("--repair copies rope, limits and record from another folder; name it with --like FOLDER")
         # Before anything is written.
         require_readable_card(args.folder)
+        own = read_record(args.folder)
+        if own and not own.get("merged"):
+            raise PoSEError(
+                f"{args.folder} has a {RECORD} that is not of a merge, and --repair would replace it. Name the merged "
+                "model; if the merge copied the file from the base, remove it"
+            )
         complete_merged(args.folder, args.like)
         write_card(args.folder)
     report = check_folder(

@@ -375,6 +375,19 @@ def test_a_merged_model_is_repaired_and_passes(home, tmp_path, here, capsys):
     assert check_folder(tmp_path / "merged").passed
 
 
+@pytest.mark.parametrize("what", ["a run's own model", "a model of another shape"])
+def test_another_model_is_not_repaired(home, tmp_path, capsys, what):
+    """--repair would replace its window and its record."""
+    folder = copy(home, tmp_path, "full")
+    if what == "a model of another shape":
+        forget(folder)
+        edit(folder / "config.json", lambda values: values.update(num_hidden_layers=7))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert main(["check", str(folder), "--like", str(home / "adapter"), "--repair"]) == 2
+    assert ("num_hidden_layers=7" if "shape" in what else "pose.json") in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
 def test_a_merged_model_in_a_coarser_type(home, tmp_path, here):
     """Axolotl saves merged models in the type of the run: the report says which, and allows what it resolves."""
     from pose_plugin import load_extended
