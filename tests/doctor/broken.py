@@ -380,6 +380,17 @@ BROKEN: list[tuple[str, str, dict[str, dict[str, Any]], dict[str, Any] | None, d
         {"rope_scaling.factor": 4.0},
     ),
     (
+        "Qwen/Qwen3-8B edited by hand: a scale of cos and sin in one form only",
+        "forms disagree",
+        {
+            "config.json": new(
+                QWEN3, yarn(4.0, 32768, rope_theta=1e6, attention_factor=1.0), rope_scaling=yarn(4.0, 32768), **LONG
+            )
+        },
+        None,
+        None,
+    ),
+    (
         "Qwen/Qwen3-8B edited by hand: a window in quotes",
         "number as text",
         {"config.json": {**QWEN3, "rope_scaling": yarn(4.0, "32768"), "max_position_embeddings": 131072}},
@@ -657,6 +668,18 @@ HEALTHY: list[tuple[str, dict[str, dict[str, Any]], dict[str, Any] | None]] = [
     (
         "transformers writes its default max_length=20, which it treats as not set",
         {"config.json": SMALL, "generation_config.json": {"max_length": 20}},
+        None,
+    ),
+    (
+        "Qwen/Qwen3-8B with the usual values of YaRN in one form only",
+        {
+            "config.json": new(
+                QWEN3,
+                yarn(4.0, 32768, rope_theta=1e6, attention_factor=1.1386294361119891, beta_fast=32, beta_slow=1),
+                rope_scaling=yarn(4.0, 32768, rope_theta=1e6),
+                **LONG,
+            )
+        },
         None,
     ),
     (

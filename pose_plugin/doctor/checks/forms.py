@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pose_plugin.doctor.folder import CONFIG, REMOVED, Folder, Problem, number, problem, whole
+from pose_plugin.rope.kinds import yarn_attention_factor
 
 # Kinds that transformers implements, and those that single families' own code reads.
 _KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "su", "llama3", "proportional", "mrope"}
@@ -98,11 +99,21 @@ def _differs(key: str, new: dict[str, Any], old: dict[str, Any], top: float | No
     if key == "rope_theta":
         second = second if second is not None else top
     if first is None or second is None:
-        return key == "factor"
+        given, usual = (second, _usual(key, new)) if first is None else (first, _usual(key, old))
+        return key == "factor" or (usual is not None and not math.isclose(number(given) or 0, usual, rel_tol=1e-4))
     one, two = number(first), number(second)
     if one is not None and two is not None:
         return not math.isclose(one, two, rel_tol=1e-6)
     return bool(first != second) and {str(first), str(second)} != {"su", "longrope"}
+
+
+def _usual(key: str, values: dict[str, Any]) -> float | None:
+    """Return what readers compute with if a rope dict of yarn lacks a key."""
+    if _of("rope_type", values) != "yarn":
+        return None
+    if key == "attention_factor" and not values.get("mscale"):
+        return yarn_attention_factor(number(values.get("factor")) or 1.0)
+    return {"beta_fast": 32.0, "beta_slow": 1.0}.get(key)
 
 
 def _reaches(folder: Folder, form: str) -> bool:
@@ -173,7 +184,9 @@ def types(folder: Folder) -> Iterator[Problem]:
 
 def _is_no_number(value: Any) -> bool:
     # A few published configs have a list with one value per layer.
-    return value is not None and not isinstance(value, (list, dict)) and (isinstance(value, str) or number(value) is None)
+    if value is None or isinstance(value, (list, dict)):
+        return False
+    return isinstance(value, str) or number(value) is None
 
 
 def _no_number(folder: Folder, place: tuple[str, ...], found: Any) -> Problem:
