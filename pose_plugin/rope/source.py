@@ -157,7 +157,7 @@ def _parameters(text: Any, model_type: str) -> dict[str, Any]:
     shared = {key: value for key, value in shared.items() if value is not None}
     found = found or {}
     if not isinstance(found, Mapping):
-        raise PoSEError(f"model type {model_type!r}: its rope is {shown(found)} instead of an object; correct config.json")
+        raise PoSEError(f"model type {model_type!r}: its rope is {shown(found)}, no object; correct config.json")
     if any(isinstance(value, Mapping) for value in found.values()):
         layers = {key: value for key, value in found.items() if value is None or isinstance(value, Mapping)}
         return {k: None if v is None else _complete(v, shared, model_type) for k, v in layers.items()}

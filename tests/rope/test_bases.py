@@ -178,8 +178,9 @@ def test_command_r_states_its_window_in_another_key():
 
 @pytest.mark.parametrize("rope", ["yarn", {"rope_type": ["yarn"], "factor": 4.0}])
 def test_a_rope_of_another_type_is_an_error(rope):
+    raw = {**SMALL, "model_type": "unknown to transformers", "max_position_embeddings": 64}
     with pytest.raises(PoSEError, match="yarn"):
-        read_rope({**SMALL, "model_type": "unknown to transformers", "max_position_embeddings": 64, "rope_scaling": rope})
+        read_rope({**raw, "rope_scaling": rope})
 
 
 def test_other_lengths_of_a_config_are_raised():
