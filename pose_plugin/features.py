@@ -145,10 +145,10 @@ def one_document(feature: Feature) -> Feature:
         mask = None
     if mask is None and positions is None:
         return feature
-    hidden = np.zeros(size, dtype=bool) if mask is None else np.asarray(mask) == 0
-    found = (
-        f"an attention_mask that numbers {np.max(mask)} documents" if mask is not None and np.max(mask) > 1 else None
-    )
+    # A data set may give tensors, of which np.max takes none.
+    numbers = np.ones(size, dtype=int) if mask is None else np.asarray(mask)
+    hidden, last = numbers == 0, numbers.max(initial=0)
+    found = f"an attention_mask that numbers {last} documents" if last > 1 else None
     steps = np.diff(np.asarray(positions)[~hidden]) if _per_token(positions, size) else np.ones(1)
     if (steps < 1).any():
         found = "position_ids that restart in the middle"

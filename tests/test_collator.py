@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from pose_plugin.collator import PositionCollator
+from pose_plugin.features import one_document
 from pose_plugin.frameworks.trl import PoSECollator
 from pose_plugin.positions import SAMPLERS, Window, draw_windows
 from pose_plugin.utils.errors import PoSEError
@@ -538,6 +539,14 @@ def test_settings_of_a_collator_are_checked_when_it_is_made():
 
 
 # --- side effects ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_padding_of_a_row_of_any_type_is_removed(kind):
+    document = one_document({"input_ids": kind([0, *SIX]), "attention_mask": kind([0] + [1] * 6)})
+    assert {key: np.asarray(value).tolist() for key, value in document.items()} == {
+        "input_ids": SIX, "attention_mask": [1] * 6
+    }  # fmt: skip
 
 
 def views(features, **kwargs):
