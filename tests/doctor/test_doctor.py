@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 
 from pose_plugin.cli.main import main
 from pose_plugin.doctor import diagnose, read_folder
-from pose_plugin.doctor.compare import CONFIGURED, Compared, judge
+from pose_plugin.doctor.compare import CONFIGURED, Compared, compare, judge
 from pose_plugin.doctor.engines import readings
 from pose_plugin.export.engines import RULES
+from pose_plugin.utils.errors import PoSEError
 from tests.doctor.broken import BROKEN, HEALTHY, LLAMA3, LLAMA3_ROPE, LORA, PHI3, QWEN3, SMALL, new, yarn
 from tests.pages import benchmark, committed
 
@@ -229,6 +231,16 @@ def test_what_engines_take_is_unknown_if_numbers_are_text(tmp_path, capsys):
     write(tmp_path, {"config.json": {**SMALL, "max_position_embeddings": "8192"}})
     assert main(["doctor", str(tmp_path)]) == 2
     assert "not known until the errors are repaired" in capsys.readouterr().out
+
+
+def test_a_folder_with_torn_weights_is_an_error(tmp_path):
+    """The safetensors library raises an error of its own."""
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(ROOT / "example_configs" / "quickstart" / "base", tmp_path / "base"))
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:999])
+    with pytest.raises(PoSEError, match=r"--like .* does not load"):
+        compare(SimpleNamespace(), read_folder(folder), "text", [1])
 
 
 def test_far_answers_are_explained_by_no_rope():
