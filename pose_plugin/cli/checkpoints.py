@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ def _problems(folder: str) -> list[str]:
 
     found = [each for each in diagnose(read_folder(folder)) if each.finding.severity != "info"]
     names = list(dict.fromkeys(each.cause for each in found))
-    return [f"{', '.join(names)}: `pose-plugin doctor {folder}` explains and repairs it"] if names else []
+    return [f"{', '.join(names)}: `pose-plugin doctor {shlex.quote(folder)}` explains and repairs it"] if names else []
 
 
 def add_card(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:

@@ -7,6 +7,7 @@ section is inserted after each of them, in front of their text, and replaces onl
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from pose_plugin.checkpoints.saved import RECORD, Saved, public_name, read_saved
 from pose_plugin.checkpoints.schema import Record
 from pose_plugin.export import exporter
+from pose_plugin.export.common import quoted
 from pose_plugin.positions import SAMPLERS
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, shown
@@ -239,7 +241,7 @@ def _cell(value: Any) -> str:
 def _evaluation(saved: Saved, evaluation: Path | None) -> str:
     if evaluation is None:
         lengths = ",".join(str(length) for length in dict.fromkeys((saved.original, saved.target)) if length)
-        name = saved.name
+        name = shlex.quote(saved.name)
         return (
             "Not evaluated. To put tables and pictures here:\n\n```bash\n"
             f"pose-plugin evaluate {name} --lengths {lengths} --output {name}/evaluation\npose-plugin card {name}\n```"
@@ -263,7 +265,7 @@ def _serving(saved: Saved) -> str:
             parts.append(f"{engine}: {error}")
             continue
         parts.append(f"```{language}\n# {engine}\n" + "\n".join(made.lines) + "\n```")
-    return "\n\n".join([*parts, f"All engines: `pose-plugin export {named.shown} --engine …`."])
+    return "\n\n".join([*parts, f"All engines: `pose-plugin export {quoted(named)} --engine …`."])
 
 
 def _limits(saved: Saved) -> str:

@@ -251,3 +251,14 @@ def test_a_users_text_survives_a_kill_while_the_framework_writes_its_card(tmp_pa
     assert readme.read_text() == "the framework's\n"
     forked(run, False)
     assert readme.read_text() == "my words\n" and list(tmp_path.iterdir()) == [readme]
+
+
+def test_a_name_with_a_space_is_quoted(tmp_path, capsys):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    config = {"model_type": "llama", "rope_theta": 1e4, "max_position_embeddings": 64, "seq_length": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["card", str(folder)]) == 0
+    assert f"`pose-plugin doctor '{folder}'`" in capsys.readouterr().out
+    text = (folder / "README.md").read_text()
+    assert "pose-plugin evaluate 'my model' " in text and "`pose-plugin export 'my model' " in text
