@@ -16,8 +16,10 @@ _USUAL = "default, linear, dynamic, yarn, longrope or llama3"
 # Keys of a rope dict that belong to the model and not to a kind of scaling.
 _OF_THE_FAMILY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Keys of a rope dict, or next to it, that hold a number.
-_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
-_NUMBERS += ("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
+_NUMBERS = (
+    *("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
+)
 # Ratios of lengths that differ less than this are the same.
 _SAME = 0.01
 
