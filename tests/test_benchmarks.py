@@ -272,7 +272,10 @@ def test_the_conclusion_about_linear_interpolation():
         f"*no skip* finds {plain_far} of 30, and *PoSE* {pose_far}.",
     ):
         assert sentence in page
-    assert f"PoSE {pose}, no skip {plain}; at stretch 2" in readme
+    untrained = facts_found("linear-4")
+    assert f"*RoPE only* finds {untrained} of 90, and none within 8,192 tokens." in page
+    assert facts_found("linear-4", least=0, most=8192) == "0"
+    assert f"PoSE {pose}, no skip {plain}, RoPE only {untrained}; at stretch 2" in readme
 
 
 def tiny(table: str, name: str) -> str:
