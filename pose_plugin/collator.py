@@ -220,7 +220,7 @@ class PositionCollator:
             inner = [row[0] for row in inner]
         batch = dict(self.collate(inner, *args, **kwargs))
         self._require_labels(batch, inner)
-        return self._finish(batch, of_rows, packing is not None)
+        return self._finish(batch, of_rows, packing)
 
     def _draw(self, features: list[Feature]) -> list[Window]:
         documents = [tokens_of(feature) for feature in features]
@@ -252,28 +252,33 @@ class PositionCollator:
         line += (len(windows), sum(jumped), sum(sizes), 0, anywhere, uncut)
         line[3] = max(line[3], *last)
 
-    def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packed: bool) -> dict[str, Any]:
+    def _finish(self, batch: dict[str, Any], rows: list[list[Window]], packing: Packing | None) -> dict[str, Any]:
         """Write positions, mask and seam labels into the inner collator's batch.
 
         Args:
             batch: what the inner collator returned.
             rows: the windows of each row.
-            packed: whether rows hold several documents.
+            packing: how rows handed over their documents.
         """
         shape = batch["input_ids"].shape
         # A padding-free collator stacks all rows into one.
-        if shape[0] == 1 and len(rows) > 1:
-            rows, packed = [[window for row in rows for window in row]], True
+        flat = shape[0] == 1 and len(rows) > 1
+        if flat:
+            rows = [[window for row in rows for window in row]]
+        packed = flat or packing is not None
+        # Nothing before a document predicts its first token. Lists are Axolotl's, which leaves the label there.
+        first = packed and packing is not Packing.LISTS
         self._require_fitting(batch.pop("position_ids", None), packed)
         # In numpy, which takes a third of torch's time for a few small rows.
         positions, mask = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        labels = batch.get("labels") if self.settings.mask_seam else None
-        if labels is not None and any(window.seams.size for windows in rows for window in windows):
+        seams = self.settings.mask_seam and any(window.seams.size for windows in rows for window in windows)
+        labels = batch.get("labels") if first or seams else None
+        if labels is not None:
             # A collator may return the tokens themselves as labels, or a view of the data set's memory.
             labels = batch["labels"] = labels.clone()
         for row, windows in enumerate(rows):
             size = sum(len(window.position_ids) for window in windows)
-            begin = self._first_token(batch, row, size, packed)
+            begin = self._first_token(batch, row, size, flat)
             # Padding counts from 0: without a mask, it then is a separate document.
             positions[row, :begin] = counting(begin)
             positions[row, begin + size :] = counting(shape[1] - begin - size)
@@ -281,8 +286,10 @@ class PositionCollator:
             for window in windows:
                 end = begin + len(window.position_ids)
                 positions[row, begin:end] = window.position_ids
-                if labels is not None and window.seams.size:
+                if labels is not None and seams:
                     labels[row, begin + torch.from_numpy(window.seams)] = IGNORED_LABEL
+                if labels is not None and first:
+                    labels[row, begin] = IGNORED_LABEL
                 begin = end
         batch["position_ids"] = torch.from_numpy(positions)
         if packed:
@@ -320,8 +327,11 @@ class PositionCollator:
                 "single documents"
             )
 
-    def _first_token(self, batch: dict[str, Any], row: int, size: int, packed: bool) -> int:
-        """Return the column at which the row's tokens begin, after any padding on the left."""
+    def _first_token(self, batch: dict[str, Any], row: int, size: int, flat: bool) -> int:
+        """Return the column at which the row's tokens begin, after any padding on the left.
+
+        Collators that stack all rows into one pad on the right, TRL's even if there is only one row.
+        """
         length = batch["input_ids"].shape[1]
         mask = batch.get("attention_mask")
         if mask is not None and mask.ndim == 2:
@@ -339,7 +349,8 @@ class PositionCollator:
                 f"the inner collator {type(self.collate).__name__} returned {length} columns for a row of "
                 f"{size} tokens. Shorten the samples before it, or set train_length"
             )
-        return length - size if self.padding_side == "left" and not packed else 0
+        flat = flat or getattr(self.collate, "padding_free", False)
+        return length - size if self.padding_side == "left" and not flat else 0
 
 
 def _from_zero(window: Window) -> Window:

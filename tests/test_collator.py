@@ -245,6 +245,33 @@ def test_seq_lengths():
     }
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_packed_before_are_padded_and_lose_first_labels(side):
+    """As with TRL's collator: nothing before a document predicts its first token."""
+    feature = {"input_ids": SIX + THREE, "seq_lengths": [6, 3]}
+    other = {"input_ids": FOUR, "seq_lengths": [4]}
+    pad = {"input_ids": [0] * 5, "labels": [-100] * 5, "position_ids": [0, 1, 2, 3, 4]}
+    batch = PoSECollator(make_tokenizer(side=side), target_length=64).assemble([feature, other], fixed(W6, W3, W4))
+    short = {"input_ids": FOUR, "labels": [-100, 31, 32, 33], "position_ids": [0, 1, 2, 7]}
+    assert lists(batch) == {
+        key: [row, short[key] + pad[key] if side == "right" else pad[key] + short[key]]
+        for key, row in {
+            "input_ids": SIX + THREE,
+            "labels": [-100, 11, 12, 13, 14, 15, -100, 21, 22],
+            "position_ids": [0, 1, 2, 13, 14, 15, 0, 9, 10],
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("documents", [[SIX], [SIX, THREE]])
+def test_padding_free_rows_are_padded_on_the_right(documents):
+    """Whatever the side of the tokenizer, also if there is only one row."""
+    inner = trl_language_modeling(padding_free=True, pad_to_multiple_of=8)
+    batch = collator(inner, "left").assemble(rows(*documents), fixed(*[W6, W3][: len(documents)]))
+    assert batch["input_ids"][0, :6].tolist() == SIX
+    assert batch["position_ids"][0, :6].tolist() == [0, 1, 2, 13, 14, 15]
+
+
 @pytest.mark.parametrize("lengths", [[10], [5, 5], [-1, 10], [9, 0], [], [4.0, 5.0], [[4, 5]], [True] * 9, 9])
 @pytest.mark.parametrize("training", [True, False])
 def test_seq_lengths_that_are_not_those_of_the_documents(lengths, training):
@@ -278,7 +305,7 @@ def test_masks_of_rows_without_labels_become_labels(name):
     packed = collator().assemble(
         [{"input_ids": SIX + THREE, name: [0] * 6 + [1] * 3, "seq_lengths": [6, 3]}], fixed(W6, W3)
     )
-    assert lists(packed)["labels"] == [[-100] * 6 + THREE]
+    assert lists(packed)["labels"] == [[-100] * 7 + THREE[1:]]
 
 
 def test_a_mask_next_to_labels_is_not_read():
