@@ -107,6 +107,12 @@ class PositionCollator:
         # farthest position; if jumps are at borders: documents cut anywhere, documents without a border to cut at.
         self._counts = torch.zeros(_MOST_WORKERS, 6, dtype=torch.int64).share_memory_()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, and share its epoch and counts too: `copy.deepcopy` and `pickle` put them into own memory."""
+        self.__dict__.update(state)
+        self._epoch.share_memory_()
+        self._counts.share_memory_()
+
     @property
     def epoch(self) -> int:
         """Return the epoch that positions are drawn for: 0, 1, …"""

@@ -637,6 +637,15 @@ def test_a_copy_is_its_own():
     assert (one.epoch, other.epoch) == (0, 3)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_reaches_workers_too(copied, without_workers):
+    """They outlive an epoch, and what they draw is counted."""
+    other = copied(PositionCollator(stack, {"target_length": 512}))
+    loading = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    assert epochs(other, **loading) == without_workers
+    assert other.trained()["documents"] == 3 * len(DOCUMENTS)
+
+
 # --- epochs and dataloader workers -----------------------------------------------------------------------
 
 DOCUMENTS = [list(range(start, start + size)) for start, size in zip(range(8, 72, 4), range(20, 36), strict=True)]

@@ -72,7 +72,7 @@ class PoSECollator(PositionCollator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which also needs its trainer: a copied or unpickled collator is not constructed."""
-        self.__dict__.update(state)
+        super().__setstate__(state)
         # A data loader's worker must not import TRL.
         wrap_while_alive(self, _wrappers("trl" in sys.modules))
 
