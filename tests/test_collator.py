@@ -560,6 +560,22 @@ def test_a_collator_needs_something_to_pad_with():
         PoSECollator(tokenizer, target_length=64)
 
 
+def test_a_tokenizer_next_to_a_collator_finds_borders():
+    """A function has no tokenizer of its own."""
+    given = make_tokenizer()
+    collate = PoSECollator(given, collate=lambda features: stack(features), target_length=64, sampler="sentences")
+    assert collate.tokenizer is given
+    assert collate(rows(SIX))["position_ids"].shape == (1, 6)
+
+
+def test_a_processor_gives_its_tokenizer():
+    from transformers import ProcessorMixin
+
+    processor = ProcessorMixin.__new__(ProcessorMixin)
+    processor.tokenizer = make_tokenizer()
+    assert PoSECollator(processor, target_length=64).tokenizer is processor.tokenizer
+
+
 def test_settings_of_a_collator_are_checked_when_it_is_made():
     with pytest.raises(PoSEError, match=r"PoSECollator\.chunks=0"):
         PoSECollator(make_tokenizer(), chunks=0)

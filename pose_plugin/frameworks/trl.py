@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, ProcessorMixin, Trainer
 
 from pose_plugin.collator import Collate, PositionCollator
 from pose_plugin.config import parse_settings
@@ -33,7 +33,7 @@ class PoSECollator(PositionCollator):
     use `collator.plain()` for evaluation, and call `self_test(model, collator)` once.
 
     Args:
-        tokenizer: pads the rows; needs a pad token. Optional if `collate` is given.
+        tokenizer: pads the rows; needs a pad token. Optional if `collate` is given. Of a processor, its tokenizer.
         collate: a collator to wrap (TRL's, Hugging Face's, your own); default pads `input_ids`, `labels` and masks.
         settings: the fields of `PoSESettings`. Without `target_length` it is that of the model's config, as
             `extend_context` has set it; a trainer passes it.
@@ -43,6 +43,8 @@ class PoSECollator(PositionCollator):
     """
 
     def __init__(self, tokenizer: Any = None, collate: Collate | None = None, **settings: Any) -> None:
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = getattr(tokenizer, "tokenizer", None)
         if tokenizer is not None and not hasattr(tokenizer, "pad") and callable(tokenizer) and collate is None:
             tokenizer, collate = None, tokenizer
         for name, value, verb in (("tokenizer", tokenizer, "pad"), ("collate", collate, "__call__")):
@@ -60,6 +62,7 @@ class PoSECollator(PositionCollator):
                     "one, e.g. tokenizer.pad_token = tokenizer.eos_token"
                 )
             collate = _PadLabels(tokenizer)
+        self._tokenizer = tokenizer
         # What is wrapped unless TRL needs its own collator.
         self._own = collate
         side = getattr(tokenizer or getattr(collate, "tokenizer", None), "padding_side", "right")
@@ -78,8 +81,8 @@ class PoSECollator(PositionCollator):
 
     @property
     def tokenizer(self) -> Any:
-        """The wrapped collator's tokenizer; TRL's own collators have none."""
-        return getattr(self.collate, "tokenizer", None) or getattr(self._own, "tokenizer", None)
+        """The given tokenizer, or that of the wrapped collator: functions and TRL's own collators have none."""
+        return self._tokenizer or getattr(self.collate, "tokenizer", None) or getattr(self._own, "tokenizer", None)
 
 
 # What `_PadLabels` pads, and what it leaves out because `PositionCollator` writes it or no model reads it.
