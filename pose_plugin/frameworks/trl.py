@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from pose_plugin.frameworks.trl_model import extended_by_name
 from pose_plugin.training.binding import Around, bind, wrap_while_alive
 from pose_plugin.training.checks import check_row_length, require_supervised
 from pose_plugin.utils.arrays import int_array
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.lengths import LONGEST
 
 
@@ -159,11 +162,14 @@ def _bind_after(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None
     construct(trainer, *args, **kwargs)
     if isinstance(trainer.data_collator, PoSECollator):
         _bind(trainer)
+    else:
+        _require_in_sight(trainer.data_collator)
 
 
 def _bind_before(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Train; bind the trainer first if it has got a PoSECollator since it was constructed."""
     if not isinstance(trainer.data_collator, PoSECollator) or getattr(trainer, "pose_callback", None) is not None:
+        _require_in_sight(trainer.data_collator)
         return train(trainer, *args, **kwargs)
     _require_supervised(trainer)
     _bind(trainer)
@@ -186,6 +192,7 @@ def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> Non
     collator = given.arguments.get("data_collator")
     config = given.arguments.get("args")
     if not isinstance(collator, PoSECollator):
+        _require_in_sight(collator)
         construct(trainer, *args, **kwargs)
         return
     # Both before the trainer tokenises the data, which may take hours.
@@ -229,6 +236,36 @@ def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSEColl
 def _require_supervised(trainer: Any) -> None:
     fix = "Extend the window with one of them, then give the saved model to this trainer without PoSECollator"
     require_supervised(type(trainer), "PoSECollator", fix)
+
+
+def _require_in_sight(collate: Any) -> None:
+    """Raise PoSEError if a trainer was given a function or an object that calls a PoSECollator: none could be bound."""
+    if not isinstance(collate, PoSECollator) and any(isinstance(each, PoSECollator) for each in _called_by(collate)):
+        raise PoSEError(
+            f"data_collator={shown(collate)} hides a PoSECollator, so the trainer would evaluate on skipped positions, "
+            "draw the same ones in each epoch, and save without the extension. Give it the PoSECollator itself, with "
+            "your code inside: data_collator=PoSECollator(tokenizer, collate=yours)"
+        )
+
+
+def _called_by(thing: Any, deep: int = 3) -> Iterator[Any]:
+    """Yield what a function, a method or an object may call, down to some depth."""
+    parts: list[Any] = []
+    if isinstance(thing, functools.partial):
+        parts = [thing.func, *thing.args, *thing.keywords.values()]
+    elif inspect.ismethod(thing):
+        parts = [thing.__self__]
+    elif inspect.isfunction(thing):
+        with suppress(ValueError):  # a name without a value yet
+            names = inspect.getclosurevars(thing)
+            parts = [*names.nonlocals.values(), *names.globals.values()]
+    else:
+        parts = list(getattr(thing, "__dict__", {}).values())
+    for part in parts:
+        if callable(part) and not isinstance(part, type):
+            yield part
+            if deep:
+                yield from _called_by(part, deep - 1)
 
 
 def _packing(args: Any) -> Packing | None:

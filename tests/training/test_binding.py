@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import logging
@@ -263,6 +264,39 @@ def test_a_collator_that_replaces_the_bound_one_is_refused(tmp_path, collator):
         trainer.data_collator = later
         with pytest.raises(PoSEError, match="data_collator was replaced by another one"):
             trainer.train()
+
+
+class Around:
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, features):
+        return self.collate(features)
+
+
+HIDING = [
+    lambda collate: lambda features: collate(features),
+    lambda collate: functools.partial(lambda collate, features: collate(features), collate),
+    lambda collate: collate.__call__,
+    Around,
+    lambda collate: Around(Around(collate)).__call__,
+]
+
+
+@pytest.mark.parametrize("hide", HIDING, ids=["function", "partial", "method", "object", "deep"])
+def test_a_collator_that_hides_ours_is_refused(tmp_path, collator, hide):
+    with pytest.raises(PoSEError, match="hides a PoSECollator"):
+        trainer_of(tmp_path, collator=hide(collator))
+    later = trainer_of(tmp_path)
+    later.data_collator = hide(collator)
+    with pytest.raises(PoSEError, match="hides a PoSECollator"):
+        later.train()
+
+
+def test_a_collator_that_hides_another_one_is_not(tmp_path, collator):
+    """Also if a PoSECollator is what the same function may return."""
+    plain = collator.plain()
+    trainer_of(tmp_path, collator=Around(lambda features: plain(features)))
 
 
 def test_rows_that_do_not_pass_through_the_collator_are_reported(tmp_path, collator, caplog):
