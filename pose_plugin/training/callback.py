@@ -221,7 +221,8 @@ class PoSECallback(TrainerCallback):
     def _report_what_was_trained(self) -> None:
         settings, trained = self.collator.settings, self.history.drawn()
         if not trained["documents"]:
-            if self.trainer.state.global_step:
+            # Of a stream, accelerate gives the other ranks what the collator of rank 0 made.
+            if self.trainer.state.global_step and self.trainer.state.is_world_process_zero:
                 log.warning(
                     "documents=0: no row passed through PoSECollator, so plain positions were trained. Return a data "
                     "loader with collate_fn=trainer.data_collator from get_train_dataloader"
