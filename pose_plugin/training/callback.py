@@ -123,11 +123,6 @@ class PoSECallback(TrainerCallback):
         with together():
             self._check(model)
             rows = look_at_rows(self.trainer.train_dataset, self.collator)
-        tokenizer = self.trainer.processing_class
-        limit = getattr(tokenizer, "model_max_length", settings.target_length)
-        if limit < settings.target_length or limit >= NO_LIMIT:
-            # The window may be longer than the target, and engines take the smaller of the two.
-            tokenizer.model_max_length = text_config(model.config).max_position_embeddings  # type: ignore[union-attr]
         if state.is_world_process_zero:
             for warning in rows.warnings(settings) if rows is not None else ():
                 log.warning(warning)
@@ -189,6 +184,7 @@ class PoSECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.boundaries.undo()
+        self._raise_tokenizer_limit()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self.history.loaded(state.best_model_checkpoint, state.best_global_step)
         # Now, while all ranks are alive: Axolotl saves once more after the other ranks have ended.
@@ -200,6 +196,18 @@ class PoSECallback(TrainerCallback):
                 self.trainer._train_batch_size,
             )
         self._report_what_was_trained()
+
+    def _raise_tokenizer_limit(self) -> None:
+        """Let the tokenizer be saved with the new window, also by code that does not ask the trainer.
+
+        Not before the end: rows that are tokenised or padded while training runs may be cut to the old limit.
+        """
+        tokenizer, target = self.trainer.processing_class, self.collator.settings.target_length
+        limit = getattr(tokenizer, "model_max_length", target)
+        if limit < target or limit >= NO_LIMIT:
+            model: Any = self.trainer.model
+            # The window may be longer than the target, and engines take the smaller of the two.
+            tokenizer.model_max_length = text_config(model.config).max_position_embeddings  # type: ignore[union-attr]
 
     # What the log reports.
 

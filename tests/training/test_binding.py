@@ -310,6 +310,32 @@ def test_rows_that_do_not_pass_through_the_collator_are_reported(tmp_path, colla
     assert any("documents=0" in message for message in caplog.messages) is first
 
 
+class Cutting(list):
+    """Rows that are tokenised when they are read, as long as the tokenizer lets them be."""
+
+    def __init__(self, tokenizer):
+        super().__init__([None] * 4)
+        self.tokenizer, self.lengths = tokenizer, []
+
+    def __getitem__(self, number):
+        ids = list(range(3, 63))[: self.tokenizer.model_max_length]
+        self.lengths.append(len(ids))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_the_tokenizer_keeps_its_limit_until_the_end(tmp_path, collator):
+    """Rows that are cut to it while the run trains would otherwise grow to the target."""
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 32
+    rows = Cutting(tokenizer)
+    trainer = trainer_of(tmp_path, collator=collator, rows=rows)
+    trainer.processing_class = tokenizer
+    trainer.train()
+    trainer.save_model()
+    assert set(rows.lengths) == {32} and tokenizer.model_max_length == TARGET
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == TARGET
+
+
 @pytest.mark.parametrize("make", [list, Dataset.from_list])
 def test_columns_that_the_collator_reads_reach_it(tmp_path, collator, make):
     """`remove_unused_columns` removes what is no input of the model: borders of packed documents, masks of the loss."""
