@@ -122,7 +122,7 @@ class PoSECallback(TrainerCallback):
         let_cpu_ranks_gather(self.trainer)
         with together():
             self._check(model)
-            rows = look_at_rows(self.trainer.train_dataset, self.collator)
+            rows = look_at_rows(self.trainer.train_dataset, self.collator, self._columns())
         if state.is_world_process_zero:
             for warning in rows.warnings(settings) if rows is not None else ():
                 log.warning(warning)
@@ -153,6 +153,15 @@ class PoSECallback(TrainerCallback):
             self.boundaries.install()
             # With a cache, transformers does not look for documents, so packed ones would see each other.
             model.config.get_text_config().use_cache = False
+
+    def _columns(self) -> list[str] | None:
+        """Return the columns that the trainer leaves to the collator; None if it leaves all."""
+        trainer: Any = self.trainer
+        if not trainer.args.remove_unused_columns:
+            return None
+        trainer._set_signature_columns_if_needed()
+        columns: list[str] = trainer._signature_columns
+        return columns
 
     def _verify_frequencies(self, model: Any) -> None:
         restored = restore_rope(model, only_coarse=True)

@@ -7,7 +7,7 @@ warning names the number of a row, so that the user can look at it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
-from pose_plugin.features import IGNORED_LABEL, documents_of, supervised
+from pose_plugin.features import IGNORED_LABEL, documents_of, supervised, tokens_of
 from pose_plugin.positions import make_sampler
 from pose_plugin.positions.turn_borders import TurnTokens, headers_behind_ends, turn_tokens
 from pose_plugin.utils.errors import PoSEError
@@ -77,12 +77,13 @@ class RowReport:
         ]
 
 
-def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
+def look_at_rows(dataset: Any, collator: PositionCollator, columns: Collection[str] | None = None) -> RowReport | None:
     """Check the first rows of a data set as the collator will get them.
 
     Args:
         dataset: with a length and rows by number; a stream is not read.
         collator: the training collator.
+        columns: those that the trainer leaves in the rows; None: all.
 
     Returns:
         the report; None if the rows cannot be read.
@@ -96,7 +97,7 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
     headers = turn_tokens(tokenizer)
     needs_chats = make_sampler(settings).needs_chats
     report = RowReport()
-    for number, feature in _documents(dataset):
+    for number, feature in _documents(dataset, columns):
         report.documents += 1
         for name in _findings(feature, settings, headers):
             report.counts[name] += 1
@@ -125,10 +126,10 @@ def look_at_rows(dataset: Any, collator: PositionCollator) -> RowReport | None:
 
 def _findings(feature: Any, settings: PoSESettings, headers: TurnTokens | None) -> Iterator[str]:
     """Yield the names of what is wrong with a document."""
-    tokens = np.asarray(feature["input_ids"])
-    if not tokens.size:
+    if not np.size(feature["input_ids"]):
         yield "empty"
         return
+    tokens = tokens_of(feature)
     if settings.train_length is None and len(tokens) > settings.target_length:
         yield "long"
     trained = supervised(feature)
@@ -176,13 +177,15 @@ def _lost(trained: np.ndarray, places: dict[int, bool], closing: np.ndarray) -> 
     return False
 
 
-def _documents(dataset: Any) -> Iterator[tuple[int, Any]]:
+def _documents(dataset: Any, columns: Collection[str] | None) -> Iterator[tuple[int, Any]]:
     rows, tokens = 0, 0
     for number in range(min(len(dataset), MOST_ROWS)):
         row = dataset[number]
         if not isinstance(row, Mapping) or "input_ids" not in row or tokens > MOST_TOKENS:
             return
-        for document in documents_of(row):
+        # TRL shortens input_ids and labels only, and removes other columns that would not fit them.
+        left = {name: value for name, value in row.items() if columns is None or name in columns}
+        for document in documents_of(left):
             rows, tokens = rows + 1, tokens + len(document["input_ids"])
             yield number, document
 

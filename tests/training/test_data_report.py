@@ -100,6 +100,20 @@ def test_packed_rows_are_checked_document_by_document():
     assert "1 of 2 rows have no token in the loss" in found and "row 0" in found
 
 
+def test_columns_that_a_trainer_removes_are_not_read():
+    """TRL shortens the tokens of a data set and leaves its attention_mask, which never reaches the collator."""
+    collator = PoSECollator(TOKENIZER, target_length=512)
+    rows = [{**GOOD, "attention_mask": [1] * 100}]
+    assert look_at_rows(rows, collator, ["input_ids", "labels"]).documents == 1
+    with pytest.raises(PoSEError, match="100 attention_mask"):
+        look_at_rows(rows, collator)
+
+
+def test_rows_of_two_dimensions_are_refused_as_such():
+    with pytest.raises(PoSEError, match="a non-empty 1-D list is needed"):
+        warnings({"input_ids": [[30, 31]], "labels": [[30, 31]]})
+
+
 def test_rows_that_cannot_be_read_are_skipped():
     collator = PoSECollator(TOKENIZER, target_length=512)
     assert look_at_rows(iter([GOOD]), collator) is None
