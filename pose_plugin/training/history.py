@@ -84,7 +84,8 @@ def whole_checkpoint(checkpoint: str, output: str) -> str | None:
         a checkpoint; None for the beginning.
     """
     path = Path(checkpoint)
-    if _step(path) is None or _is_whole(path):
+    # transformers raises if there is no such folder: its name may be misspelt.
+    if _step(path) is None or not path.exists() or _is_whole(path):
         return checkpoint
     before = next((each for each in _whole_checkpoints(path.parent) if _step(Path(each)) < _step(path)), None)
     if before is None and path.resolve().parent != Path(output).resolve():

@@ -145,6 +145,14 @@ def test_a_checkpoint_that_was_interrupted_is_not_resumed(tmp_path, caplog):
     assert f"{tmp_path / 'checkpoint-14'} was interrupted" in caplog.text
 
 
+def test_a_checkpoint_that_is_not_there_is_left_to_transformers(tmp_path):
+    """Its name may be misspelt: neither an earlier one nor the beginning is what was asked for."""
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"epoch": 1}')
+    for name in ("checkpoint-1", "checkpoint-20"):
+        assert whole_checkpoint(str(tmp_path / name), str(tmp_path)) == str(tmp_path / name)
+
+
 def test_a_run_whose_first_checkpoint_was_interrupted_starts_from_the_beginning(tmp_path, caplog):
     half = tmp_path / "out" / "checkpoint-1"
     half.mkdir(parents=True)
