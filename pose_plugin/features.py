@@ -69,6 +69,9 @@ def rows_of(features: Sequence[Any]) -> tuple[list[list[Feature]], Packing | Non
 
 
 def _packing_of(feature: Any) -> Packing | None:
+    for each in feature if isinstance(feature, list) else [feature]:
+        if not isinstance(each, Mapping):
+            raise PoSEError(f"a row is a {type(each).__name__}; give dicts with input_ids, and labels if it has any")
     if isinstance(feature, list):
         return Packing.LISTS
     return Packing.SEQ_LENGTHS if "seq_lengths" in feature else None

@@ -27,7 +27,7 @@ from pose_plugin.positions import Window
 from pose_plugin.rope.read import original_length, text_config
 from pose_plugin.selftest_layers import Layers
 from pose_plugin.utils.distributed import all_problems, outside_training
-from pose_plugin.utils.errors import SelfTestError
+from pose_plugin.utils.errors import PoSEError, SelfTestError, shown
 from pose_plugin.utils.models import unwrap
 
 # An effect below this share of the effect within a chunk counts as none. The silent failure gives exactly 0, a working
@@ -274,9 +274,18 @@ class _Probe:
             # The next id, and the first one after the last: always another id.
             first[:] = low + (first - low + 1) % (vocabulary - low)
         features = [[_feature(document) for document in row] for row in tokens]
-        batch = self.collator.assemble(
-            self._packed(features), lambda documents: self._windows(documents, move_row, half_way)
-        )
+        try:
+            batch = self.collator.assemble(
+                self._packed(features), lambda documents: self._windows(documents, move_row, half_way)
+            )
+        except PoSEError:
+            raise
+        except Exception as error:
+            raise PoSEError(
+                f"self-test: the inner collator {type(self.collator.collate).__name__} failed on rows of random tokens "
+                f"({type(error).__name__}: {shown(error)}). They have the columns {', '.join(_feature(tokens[0][0]))} "
+                "only: let it do without others. To train anyway, set self_test: false"
+            ) from error
         batch.pop("labels", None)
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
@@ -315,7 +324,12 @@ class _Probe:
         for row, documents in enumerate(self.tokens):
             tokens, line = np.concatenate(documents), lines[0 if flat else row]
             spots = range(behind if flat else 0, len(line) - len(tokens) + 1)
-            start = next(i for i in spots if np.array_equal(line[i : i + len(tokens)], tokens))
+            start = next((i for i in spots if np.array_equal(line[i : i + len(tokens)], tokens)), None)
+            if start is None:
+                raise PoSEError(
+                    f"self-test: the inner collator {type(self.collator.collate).__name__} changes tokens, so their "
+                    "effect cannot be measured. To train anyway, set self_test: false"
+                )
             starts.append(start)
             behind = start + len(tokens)
         return starts

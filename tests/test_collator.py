@@ -544,6 +544,8 @@ def test_a_document_beyond_the_target_is_refused():
         ([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}], "preference data .* is not supported"),
         ([{"input_ids": []}], r"shape \(0,\); a non-empty 1-D list is needed"),
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\); a non-empty 1-D list is needed"),
+        ([torch.arange(3)], "a row is a Tensor; give dicts with input_ids"),
+        ([[3, 4, 5]], "a row is a int; give dicts with input_ids"),
     ],
 )
 def test_features_without_tokens(features, sentence):

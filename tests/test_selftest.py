@@ -14,7 +14,7 @@ from pose_plugin.attention import restart_boundaries
 from pose_plugin.collator import PositionCollator
 from pose_plugin.frameworks.trl import PoSECollator
 from pose_plugin.selftest import SelfTestReport, self_test
-from pose_plugin.utils.errors import SelfTestError
+from pose_plugin.utils.errors import PoSEError, SelfTestError
 from tests.models import make_llama, make_tokenizer
 from tests.test_collator import stack_packs
 
@@ -336,6 +336,25 @@ def test_other_errors_are_raised_as_they_are():
 
     with pytest.raises(RuntimeError, match="size mismatch"):
         self_test(Wrapped(model(), fail), collator())
+
+
+def needs_weights(features):
+    return {**stack_packs([[each] for each in features]), "weights": [each["weight"] for each in features]}
+
+
+def replaces_tokens(features):
+    batch = stack_packs([[each] for each in features])
+    batch["input_ids"][:, ::5] = 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    "collate, words",
+    [(needs_weights, r"failed.*KeyError: 'weight'.*input_ids, labels, attention_mask"), (replaces_tokens, "changes")],
+)
+def test_an_inner_collator_that_the_test_cannot_use(collate, words):
+    with pytest.raises(PoSEError, match=rf"self-test: the inner collator .*{words}.*self_test: false"):
+        self_test(model(), PoSECollator(collate=collate, target_length=TARGET))
 
 
 def test_positions_of_row_0_used_for_all_rows():
