@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -115,7 +116,7 @@ class PoSECallback(TrainerCallback):
         model: Any = kwargs.get("model") or self.trainer.model
         settings = self.collator.settings
         # Here, as `auto_find_batch_size` begins again after each attempt that ran out of memory.
-        self.history.begin()
+        self.history.begin(again=_reads_again(self.trainer, state))
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
         report_launch(self.trainer)
@@ -265,3 +266,10 @@ class PoSECallback(TrainerCallback):
                 "unskipped_ratio and the length of the samples",
                 trained["farthest"] + 1,
             )
+
+
+def _reads_again(trainer: Any, state: Any) -> bool:
+    """Return whether a resumed run reads all of its earlier rows again, as it does with a stream of unknown length."""
+    data = trainer.train_dataset
+    stream = isinstance(data, IterableDataset) and not hasattr(data, "__len__")
+    return stream and not trainer.args.ignore_data_skip and state.global_step < state.max_steps

@@ -33,14 +33,17 @@ class History:
         self.idle_steps = 0
         self.of_loaded_weights: dict[str, Any] = {}
 
-    def begin(self) -> None:
+    def begin(self, again: bool = False) -> None:
         """Start counting.
 
         The collator may have served an earlier run of this process, or an attempt that `auto_find_batch_size` gave up.
+
+        Args:
+            again: whether a resumed run draws all earlier documents again, to skip them.
         """
         self._collator.restart_counts()
         before = _trained(self.checkpoint) if self.checkpoint else {}
-        self._earlier = before.get("first_process", {})
+        self._earlier = {} if again else before.get("first_process", {})
         made = _step(Path(self.checkpoint)) if self.checkpoint else None
         self.idle_steps = max(0, made - before.get("steps", made)) if made is not None else 0
         self.of_loaded_weights = {}

@@ -7,6 +7,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from pose_plugin import PoSECollator, extend_context
@@ -50,6 +51,21 @@ def test_a_resumed_run_counts_what_came_before(tmp_path):
     assert 12 <= after["first_process"]["documents"] <= 12 + AHEAD
     assert after["first_process"]["tokens"] == 27 * after["first_process"]["documents"]
     assert after["first_process"]["farthest"] >= before["first_process"]["farthest"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_resumed_stream_counts_each_row_once(tmp_path, skip):
+    """transformers reads it from its beginning, so skipped rows pass through the collator again."""
+    kind = Dataset.from_list([{"input_ids": list(range(3, 30))}] * 24).to_iterable_dataset
+    for steps in (4, 6):
+        trainer = trainer_of(tmp_path, max_steps=steps, ignore_data_skip=not skip)
+        trainer.train_dataset = kind()
+        trainer.train(resume_from_checkpoint=steps == 6)
+        assert (
+            2 * steps
+            <= trained(tmp_path / f"checkpoint-{steps}")["first_process"]["documents"]
+            <= 2 * steps + 2 * AHEAD
+        )
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
