@@ -31,6 +31,8 @@ FINDINGS = {
     "empty": "have no tokens, and the run will stop at the first of them. Drop them",
     "long": "have more tokens than target_length={target}, and the run will stop at the first of them. Shorten them, "
     "or set train_length to the window to be taken from them",
+    # The trainer removes the column that shows it.
+    "padded": "have padding that is read as text, as the trainer removes attention_mask. Tokenise without padding",
     # No token of the window is in the loss.
     "silent": "have no token in the loss and train nothing. Drop them; if answers are after the window (train_length="
     "{window}), lengthen the window or shorten the documents",
@@ -78,7 +80,7 @@ class RowReport:
 
 
 def look_at_rows(dataset: Any, collator: PositionCollator, columns: Collection[str] | None = None) -> RowReport | None:
-    """Check the first rows of a data set as the collator will get them.
+    """Check rows from all over a data set, as the collator will get them.
 
     Args:
         dataset: with a length and rows by number; a stream is not read.
@@ -97,9 +99,9 @@ def look_at_rows(dataset: Any, collator: PositionCollator, columns: Collection[s
     headers = turn_tokens(tokenizer)
     needs_chats = make_sampler(settings).needs_chats
     report = RowReport()
-    for number, feature in _documents(dataset, columns):
+    for number, feature, padded in _documents(dataset, columns):
         report.documents += 1
-        for name in _findings(feature, settings, headers):
+        for name in [*_findings(feature, settings, headers), *(["padded"] if padded else [])]:
             report.counts[name] += 1
             if name not in report.first:
                 report.first[name] = f"row {number}, {_excerpt(feature, tokenizer)}"
@@ -177,17 +179,33 @@ def _lost(trained: np.ndarray, places: dict[int, bool], closing: np.ndarray) -> 
     return False
 
 
-def _documents(dataset: Any, columns: Collection[str] | None) -> Iterator[tuple[int, Any]]:
-    rows, tokens = 0, 0
-    for number in range(min(len(dataset), MOST_ROWS)):
+def _documents(dataset: Any, columns: Collection[str] | None) -> Iterator[tuple[int, Any, bool]]:
+    """Yield the number of a row, each of its documents, and whether padding in the row is read as text."""
+    tokens = 0
+    for number in _spread(dataset):
         row = dataset[number]
         if not isinstance(row, Mapping) or "input_ids" not in row or tokens > MOST_TOKENS:
             return
         # TRL shortens input_ids and labels only, and removes other columns that would not fit them.
         left = {name: value for name, value in row.items() if columns is None or name in columns}
         for document in documents_of(left):
-            rows, tokens = rows + 1, tokens + len(document["input_ids"])
-            yield number, document
+            tokens += len(document["input_ids"])
+            yield number, document, "attention_mask" not in left and _pads(row)
+
+
+def _spread(dataset: Any) -> range:
+    """Return the numbers of the rows to read. They are spread, as texts may come first and chats after them."""
+    size = len(dataset)
+    row = dataset[0] if size else None
+    longest = np.size(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else 0
+    most = max(1, min(MOST_ROWS, MOST_TOKENS // max(longest, 1)))
+    return range(0, size, -(-size // most) or 1)
+
+
+def _pads(row: Mapping[str, Any]) -> bool:
+    """Return whether the mask of a row, which may be longer than its tokens, hides one of them."""
+    mask = row.get("attention_mask")
+    return mask is not None and bool((np.asarray(mask)[: len(row["input_ids"])] == 0).any())
 
 
 def _excerpt(feature: Any, tokenizer: Any) -> str:

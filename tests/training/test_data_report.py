@@ -109,6 +109,24 @@ def test_columns_that_a_trainer_removes_are_not_read():
         look_at_rows(rows, collator)
 
 
+def test_padding_that_the_trainer_does_not_see():
+    """TRL trains it as text; a mask that reaches the collator removes it."""
+    collator = PoSECollator(TOKENIZER, target_length=512)
+    size = len(GOOD["input_ids"])
+    rows = [{**GOOD, "attention_mask": [1] * (size - 1) + [0] * 9}, {**GOOD, "attention_mask": [1] * size + [0] * 9}]
+    (found,) = look_at_rows(rows, collator, ["input_ids", "labels"]).warnings(collator.settings)
+    assert found.startswith("1 of 2 rows have padding that is read as text") and "row 0" in found
+    seen = {**GOOD, "attention_mask": [1] * (size - 1) + [0]}
+    assert look_at_rows([seen], collator, ["input_ids", "labels", "attention_mask"]).counts["padded"] == 0
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+def test_chats_behind_many_texts_are_found(size):
+    """Rows are read from all over the data set, up to the limits of rows and tokens."""
+    text = {"input_ids": [30] * size, "labels": [30] * size}
+    assert warnings(*[text] * 1200, *[GOOD] * 1200, sampler="turns", train_length=64) == []
+
+
 def test_rows_of_two_dimensions_are_refused_as_such():
     with pytest.raises(PoSEError, match="a non-empty 1-D list is needed"):
         warnings({"input_ids": [[30, 31]], "labels": [[30, 31]]})
