@@ -24,6 +24,7 @@ from pose_plugin.selftest import self_test
 from pose_plugin.training.checks import (
     is_unsloth,
     parallel_sizes,
+    require_positions_pass,
     require_rows_fit,
     require_same_rope,
     require_unsloth_fits,
@@ -144,6 +145,8 @@ class PoSECallback(TrainerCallback):
                 "constructor as data_collator"
             )
         require_rows_fit(parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
+        if make_sampler(settings).skips:
+            require_positions_pass(self.trainer.model)
         if is_unsloth(model):
             require_unsloth_fits(model, settings)
         self._verify_frequencies(model)

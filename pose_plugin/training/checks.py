@@ -104,6 +104,20 @@ def require_rows_fit(sizes: Mapping[str, Any], settings: PoSESettings) -> None:
             )
 
 
+def require_positions_pass(model: Any) -> None:
+    """Check that PEFT gives the model its position_ids: next to prompts that are trained, it leaves them out.
+
+    Raises:
+        PoSEError: naming the adapter's type.
+    """
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise PoSEError(
+                f"peft_type={getattr(adapter.peft_type, 'value', adapter.peft_type)} trains a prompt, and PEFT then "
+                "drops position_ids, so no skipped position would reach the model. Use LoRA or train all weights"
+            )
+
+
 def parallel_sizes(trainer: Any, *keys: str) -> dict[str, Any]:
     """Return settings of accelerate's `ParallelismConfig` by name, for `require_undivided`."""
     config = getattr(trainer.accelerator, "parallelism_config", None)

@@ -355,6 +355,13 @@ def test_a_stream_of_packed_rows_is_refused(tmp_path, collator):
         trainer_of(tmp_path, collator=collator, rows=rows).train()
 
 
+def test_a_trained_prompt_is_refused(tmp_path, collator):
+    trainer = trainer_of(tmp_path, collator=collator)
+    trainer.model.peft_config = {"default": SimpleNamespace(is_prompt_learning=True, peft_type="PREFIX_TUNING")}
+    with pytest.raises(PoSEError, match="peft_type=PREFIX_TUNING trains a prompt"):
+        trainer.train()
+
+
 def test_train_may_be_called_twice(tmp_path, collator):
     trainer = trainer_of(tmp_path, collator=collator)
     assert [trainer.train().global_step, trainer.train().global_step] == [1, 1]

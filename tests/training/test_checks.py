@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from pose_plugin.training.checks import (
     check_row_length,
     frozen_parts,
     refuse_settings,
+    require_positions_pass,
     require_rows_fit,
     require_same_rope,
     require_supervised,
@@ -140,6 +142,14 @@ def test_rows_split_over_devices_are_refused(size):
 @pytest.mark.parametrize("size", [None, 0, 1])
 def test_whole_rows_are_not(size):
     require_undivided({"cp_size": size, "sp_size": size})
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "LoraConfig"])
+def test_adapters_that_lose_positions(kind):
+    given = {} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
+    adapted = peft.get_peft_model(make_llama(), getattr(peft, kind)(task_type="CAUSAL_LM", **given))
+    with nullcontext() if kind == "LoraConfig" else pytest.raises(PoSEError, match=r"peft_type=P.*drops position_ids"):
+        require_positions_pass(adapted)
 
 
 def test_rows_with_plain_positions_may_be_split():
