@@ -76,18 +76,12 @@ def check_folder(
     load = _Reload(saved, reference, probe, device, dtype, trust_remote_code, python or sys.executable, timeout)
     where = None if saved.adapter is None else base_of(saved.path, base)
     answer = load(saved.path, where)
-    report.transformers = answer.get("transformers")
-    report.add("reload", "error" not in answer, _reloaded(answer, saved.path, where))
-    if missing := answer.get("missing"):
-        names = f"{counted(len(missing), 'weight')} missing from the files, the first {shown(missing[0])}"
-        report.add("weights", False, f"{names}: random numbers took their place. Save or copy the folder again")
+    _add_reload(report, answer, saved.path, where)
     compare_maximum(report, answer, reference.target)
     compare_tokenizer(report, answer, reference.target)
     if "maximum" not in report.differing():
         compare_generation(report, answer, where)
     if "logits" not in answer:
-        if "error" not in answer:
-            report.add("logits", None, "not computed, as config.json names no vocab_size")
         return report
     if probe is None:
         return look_without_probe(report, answer, saved, reference)
@@ -98,6 +92,16 @@ def check_folder(
         # The adapter was trained on rounded weights and merged into full ones: compare with it on full ones.
         compare_merge(report, answer, load(source, base_of(source, base), quantized=False), source)
     return report
+
+
+def _add_reload(report: CheckReport, answer: Mapping[str, Any], path: Path, base: Base | None) -> None:
+    report.transformers = answer.get("transformers")
+    report.add("reload", "error" not in answer, _reloaded(answer, path, base))
+    if missing := answer.get("missing"):
+        names = f"{counted(len(missing), 'weight')} missing from the files, the first {shown(missing[0])}"
+        report.add("weights", False, f"{names}: random numbers took their place. Save or copy the folder again")
+    if "logits" not in answer and "error" not in answer:
+        report.add("logits", None, "not computed, as config.json names no vocab_size")
 
 
 def _add_warnings(report: CheckReport, saved: Saved, reference: Saved) -> None:

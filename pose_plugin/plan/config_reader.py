@@ -133,10 +133,7 @@ def from_values(
         _check_beacon(cfg, notes)
     settings, window = _settings(cfg)
     config |= overrides(cfg, config, settings)
-    micro, size = number(cfg, "micro_batch_size", 1), number(cfg, "batch_size", None)
-    # Axolotl divides batch_size only if this key is null; without the key, 1 is its default.
-    shared = size // micro if size and "gradient_accumulation_steps" in cfg else 0
-    accumulate = number(cfg, "gradient_accumulation_steps", shared or 1)
+    micro, accumulate, planned = _batches(cfg)
     run = replace(
         _method(cfg, notes),
         **_sharding(cfg, notes),
@@ -150,8 +147,8 @@ def from_values(
         fused_loss=any(cfg.get(key) for key in _FUSED_LOSSES),
     )
     place = str(cfg.get("tokenizer_config") or place)
-    read, planned = micro * accumulate * run.groups, (size or micro * accumulate) * run.groups
-    steps, rows = steps_of(cfg, (read, planned), steps, rows, notes, place, apart)
+    rows_of_step = (micro * accumulate * run.groups, planned * run.groups)
+    steps, rows = steps_of(cfg, rows_of_step, steps, rows, notes, place, apart)
     return Inputs(
         base=name,
         config=config,
@@ -166,6 +163,15 @@ def from_values(
         learning_rate=number(cfg, "learning_rate", None, least=0, whole=False),
         notes=notes,
     )
+
+
+def _batches(cfg: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the rows of a batch, the batches of a step, and the rows that Axolotl takes for those of a step."""
+    micro, size = number(cfg, "micro_batch_size", 1), number(cfg, "batch_size", None)
+    # Axolotl divides batch_size only if this key is null; without the key, 1 is its default.
+    shared = size // micro if size and "gradient_accumulation_steps" in cfg else 0
+    accumulate = number(cfg, "gradient_accumulation_steps", shared or 1)
+    return micro, accumulate, size or micro * accumulate
 
 
 def _settings(cfg: Mapping[str, Any]) -> tuple[PoSESettings | None, int]:
