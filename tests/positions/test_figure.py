@@ -36,7 +36,7 @@ def test_csv_has_one_line_per_distance(tmp_path):
 
 @pytest.mark.parametrize(
     "coverages, name, message",
-    [({}, "c.png", "got no coverage"), ({"a": seen()}, "c.txt", "must end in one of .png, .svg, .pdf")],
+    [({}, "c.png", "coverages is empty"), ({"a": seen()}, "c.txt", "must end in one of .png, .svg, .pdf")],
 )
 def test_what_cannot_be_drawn(tmp_path, coverages, name, message):
     with pytest.raises(PoSEError, match=message):

@@ -135,7 +135,7 @@ def test_equal_bounds_are_taken_as_published(rope):
     base = config("llama", 262144, rope_parameters=dict(rope))
     model = build(extend_context(base, 524288, rope["rope_type"]))
     verify_rope(model)
-    assert "taken as published" in words(plan_rope(base, 524288, rope["rope_type"]), "info")
+    assert "both are kept" in words(plan_rope(base, 524288, rope["rope_type"]), "info")
 
 
 def test_unknown_keys_are_kept_and_reported():
