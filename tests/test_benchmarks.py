@@ -365,6 +365,9 @@ def test_the_outcome_of_the_recall_experiment_is_what_was_measured():
         f"PoSE finds {more} more than RoPE only (95 % interval: {interval})",
         f"It finds {window_1} of 90 facts beyond 8,192 tokens; *PoSE* with this seed finds {pose_1}, and *no skip* "
         f"{plain_1}. From 24,576 tokens on, it finds {facts_found('pose_window-yarn-4-1', 24576)} of 30.",
+        f"It finds {facts_found('clamped')} of 90 facts beyond 8,192 tokens, and {facts_found('clamped', 24576)} of 30 "
+        f"from 24,576 tokens on; *no skip* with this seed finds {plain_1} and "
+        f"{facts_found('no_skip-yarn-4-1', 24576)}.",
         f"{more_than_no_skip} more than no skip ({other})",
         f"PoSE finds {facts_found(pose, 24576)} of 30 facts, no skip {facts_found(plain, 24576)}, and RoPE only"
         f" {facts_found(untrained, 24576)}.",

@@ -127,7 +127,7 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["y", "--lengths", "200", "--label", "x=y", "--label", "z=y"], "--label z=y"),
         (["BASE", "--lengths", "200", "--extend", "rope=yarn"], "--extend rope=yarn"),
         (["BASE", "--lengths", "200", "--extend", "target_length=1024,rope=magic"], "magic"),
-        (["BASE", "--lengths", "200", "--extend", "target_length=1k,rope=yarn,rope=ntk"], "rope=ntk: a key is given twice"),
+        (["BASE", "--lengths", "200", "--extend", "target_length=1k,rope=yarn,rope=ntk"], "ntk: a key is given twice"),
         (["ADAPTER", "--lengths", "200", "--extend", "target_length=1024"], "ROOT/adapter"),
         (["BASE", "--lengths", "200", "--depths", "2"], "depths=2"),
         (["BASE", "--lengths", "200", "--dtype", "float3"], "dtype='float3'"),
