@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.checkpoints.saved import NEED_ORIGINAL, Saved
-from pose_plugin.rope.kinds import Frequencies, inverse_frequencies, longrope_attention_factor, yarn_attention_factor
+from pose_plugin.rope.kinds import (
+    YARN_BETAS,
+    Frequencies,
+    inverse_frequencies,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
 from pose_plugin.utils.errors import PoSEError
 
 _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
@@ -22,7 +28,7 @@ _MSCALE = frozenset({"mscale", "mscale_all_dim"})
 _YARN = _MSCALE | {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 
 # What engines compute with that do not read these keys.
-_USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_USUAL_YARN = {**YARN_BETAS, "truncate": True}
 
 
 class EngineStopsError(PoSEError):

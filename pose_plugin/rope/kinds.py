@@ -21,6 +21,8 @@ Frequencies = npt.NDArray[np.float64]
 Parameters = Mapping[str, Any]
 
 # Old names, still found in checkpoints.
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""What YaRN computes with if a rope dict does not state them."""
 _ALIASES = {"su": "longrope"}
 # The keys of a rope dict that describe a stretch. A new stretch replaces them; every other key stays.
 SHAPES = frozenset(
@@ -219,7 +221,7 @@ def _yarn(values: Parameters, dim: int, maximum: int | None, length: int | None)
     factor, original = _stretch(values, maximum), _original(values)
     base = float(values["rope_theta"])
     # `or`: transformers also reads an explicit null or 0 as the default.
-    fast, slow = float(values.get("beta_fast") or 32.0), float(values.get("beta_slow") or 1.0)
+    fast, slow = (float(values.get(key) or usual) for key, usual in YARN_BETAS.items())
     ramp = yarn_ramp(base, dim, original, fast, slow, bool(values.get("truncate", True)))
     plain = plain_frequencies(base, dim)
     attention = values.get("attention_factor")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pose_plugin.doctor.folder import CONFIG, REMOVED, Folder, Problem, number, problem, whole
-from pose_plugin.rope.kinds import yarn_attention_factor
+from pose_plugin.rope.kinds import YARN_BETAS, yarn_attention_factor
 
 # Kinds that transformers implements, and those that single families' own code reads.
 _KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "su", "llama3", "proportional", "mrope"}
@@ -115,7 +115,7 @@ def _usual(key: str, values: dict[str, Any]) -> float | None:
         return None
     if key == "attention_factor" and not values.get("mscale"):
         return yarn_attention_factor(number(values.get("factor")) or 1.0)
-    return {"beta_fast": 32.0, "beta_slow": 1.0}.get(key)
+    return YARN_BETAS.get(key)
 
 
 def _reaches(folder: Folder, form: str) -> bool:
