@@ -159,7 +159,7 @@ class Folder:
     def rotary_dim(self) -> int | None:
         """The rotated dimensions of a head, if the config states what is needed."""
         if latent := whole(self.text.get("qk_rope_head_dim")):
-            return latent  # DeepSeek's and MiniCPM3's attention rotates a part of its own
+            return latent  # DeepSeek's and MiniCPM3's attention rotates this part only
         heads, hidden = whole(self.text.get("num_attention_heads")), whole(self.text.get("hidden_size"))
         width = whole(self.text.get("head_dim")) or (hidden // heads if heads and hidden else None)
         share = number(self.rope.get("partial_rotary_factor") or self.text.get("partial_rotary_factor")) or 1.0
@@ -203,7 +203,7 @@ def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
         place = _located(str(named), path)
         if base and place is None:
             raise PoSEError(f"--base {base} is neither a folder nor a model in the local Hugging Face cache")
-        # Without a base of its own: adapters may name each other.
+        # Its base is not read: two adapters may name each other.
         above = Folder(place, *_read(place)) if place and place != path else None
     return Folder(path, files, damaged, above)
 

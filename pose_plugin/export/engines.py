@@ -287,7 +287,7 @@ def taken(rule: Rule, saved: Saved) -> Taken:
         return Taken(default, most, {"rope_type": "default", "rope_theta": rope["rope_theta"]}, dropped=kind)
     factor = float(rope.get("factor") or 1.0)
     if kind == "yarn":
-        # Every engine has code of its own for DeepSeek's attention, which reads them.
+        # Every engine has separate code for DeepSeek's attention, which reads them.
         latent = _MSCALE if saved.text.get("qk_rope_head_dim") else frozenset()
         rope = {key: value for key, value in rope.items() if key not in _YARN - rule.yarn_keys - latent}
         if "attn_factor" in rule.yarn_keys and rope.get("attn_factor"):
