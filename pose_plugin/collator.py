@@ -225,6 +225,7 @@ class PositionCollator:
         elif packing is None:
             inner = [row[0] for row in inner]
         batch = dict(self.collate(inner, *args, **kwargs))
+        self._require_tensors(batch)
         self._require_labels(batch, inner)
         return self._finish(batch, of_rows, packing)
 
@@ -303,6 +304,17 @@ class PositionCollator:
             return _one_row(batch) if self.one_row else batch
         batch["attention_mask"] = torch.from_numpy(mask)
         return batch
+
+    def _require_tensors(self, batch: dict[str, Any]) -> None:
+        """Raise PoSEError if the inner collator returns no torch tensors, as with `return_tensors="np"`."""
+        name = "labels" if "labels" in batch and isinstance(batch.get("input_ids"), torch.Tensor) else "input_ids"
+        if not isinstance(batch.get(name), torch.Tensor):
+            given = f"of type {type(batch[name]).__name__}" if name in batch else "missing"
+            raise PoSEError(
+                f"the inner collator {type(self.collate).__name__} returns a batch in which {name} is {given}; "
+                "training needs a torch tensor of shape (rows, length). Set its return_tensors='pt', or leave collate "
+                "out: PoSECollator then pads by itself"
+            )
 
     def _require_labels(self, batch: dict[str, Any], inner: list[Any]) -> None:
         """Raise PoSEError if the inner collator puts tokens into the loss that the rows' labels leave out."""

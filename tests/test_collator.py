@@ -519,6 +519,20 @@ def test_inner_collators_that_change_lengths_are_refused(inner, sentence):
         collator(inner)(rows(SIX))
 
 
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"input_ids": [SIX]}, "input_ids is of type list"),
+        ({"input_ids": np.array([SIX])}, "input_ids is of type ndarray"),
+        ({"input_ids": torch.tensor([SIX]), "labels": [SIX]}, "labels is of type list"),
+        ({"text": ["a"]}, "input_ids is missing"),
+    ],
+)
+def test_an_inner_collator_that_returns_no_tensors_is_refused(given, words):
+    with pytest.raises(PoSEError, match=rf"in which {words}; .*return_tensors='pt'"):
+        collator(lambda features: given)(rows(SIX))
+
+
 @pytest.mark.parametrize("column", [{"labels": [-100] * 3 + SIX[3:]}, {"assistant_masks": [0, 0, 0, 1, 1, 1]}])
 def test_an_inner_collator_that_replaces_labels_is_refused(column):
     """Rows of equal length: labels of others cannot be stacked by it, which is an error of its own."""
