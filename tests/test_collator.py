@@ -589,7 +589,9 @@ def test_a_processor_gives_its_tokenizer():
 
     processor = ProcessorMixin.__new__(ProcessorMixin)
     processor.tokenizer = make_tokenizer()
-    assert PoSECollator(processor, target_length=64).tokenizer is processor.tokenizer
+    collate = PoSECollator(processor, target_length=64)
+    assert collate.tokenizer is processor.tokenizer
+    assert collate(rows(SIX, SIX[:3]))["input_ids"].shape == (2, 6)
 
 
 def test_settings_of_a_collator_are_checked_when_it_is_made():
