@@ -74,7 +74,8 @@ def in_batches(
         except torch.OutOfMemoryError as error:
             # Another rank in the same forward would wait forever for one that begins again.
             alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            if not alone or tokens <= SMALLEST:
+            whole = fewest_tokens(getattr(unwrap(model), "config", None), length) == length
+            if not alone or tokens <= SMALLEST or (whole and tokens // 2 < length):
                 raise TooLittleMemory(
                     f"length={length}: out of memory with {tokens} tokens at a time; use shorter lengths"
                 ) from error
@@ -95,7 +96,7 @@ def tokens_at_once(model: Any, length: int, batch_size: int | None = None) -> in
         TooLittleMemory: not even the smallest part of one text fits.
     """
     wanted = length * (batch_size or max(1, AT_ONCE // length))
-    least = min(SMALLEST, length)
+    least = fewest_tokens(getattr(unwrap(model), "config", None), length)
     tries = [wanted >> k for k in range(wanted.bit_length()) if wanted >> k >= least]
     needed = [bytes_needed(model, length, tokens) for tokens in tries]
     free = available_bytes(device_of(model))
@@ -110,9 +111,25 @@ def tokens_at_once(model: Any, length: int, batch_size: int | None = None) -> in
 
 def require_room(config: Any, length: int, device: torch.device) -> None:
     """Raise TooLittleMemory if a text cannot be read even in the smallest pieces, before weights are loaded."""
-    free, needed = available_bytes(device), estimate_bytes(config, length, SMALLEST)
+    free, needed = available_bytes(device), estimate_bytes(config, length, fewest_tokens(config, length))
     if free is not None and needed > free:
         raise _too_little(length, needed, free, device)
+
+
+def fewest_tokens(config: Any, length: int) -> int:
+    """Return the fewest tokens that a text may be read in at a time.
+
+    That is the whole text if its length decides the frequencies (longrope, dynamic NTK): by pieces, the first ones
+    would be rotated as in a short text.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    values = getattr(config, "rope_parameters", None) or {}
+    for rope in [each for each in values.values() if isinstance(each, dict)] or [values]:
+        lists = rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor")
+        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if (lists or rope.get("rope_type") == "dynamic") and length > (limit or 0):
+            return length
+    return min(SMALLEST, length)
 
 
 def _too_little(length: int, needed: int, free: int | None, device: torch.device) -> TooLittleMemory:

@@ -18,16 +18,28 @@ from pose_plugin.utils.models import unwrap
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; restore every module's mode and torch's random state at the end."""
+    """Switch to evaluation mode without gradients; restore every module's mode and torch's random state at the end.
+
+    Dynamic NTK keeps the frequencies of the longest text so far. They are forgotten before and afterwards.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(model)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             model.eval()
+            _forget_longest(model)
             yield
     finally:
+        _forget_longest(model)
         for module, training in modes:
             module.training = training
+
+
+def _forget_longest(model: Any) -> None:
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+            module.max_seq_len_cached = module.original_max_seq_len
 
 
 def progress_bar(name: str, total: int, unit: str, show: bool) -> Any:

@@ -196,3 +196,60 @@ def test_the_forecast_of_haystacks_reads_a_text_once_and_the_questions_token_by_
         seconds.append(2 * per_text / (operations(model, memory.PROBE) / 3.0))
         assert f"haystack         {length} tokens ×     2  about {exact(seconds[-1])}, " in line
     assert together.endswith(exact(sum(seconds)))
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "least"),
+    [
+        (LONGROPE, 1000),
+        ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, 1000),
+        (DYNAMIC, 1000),
+        ({**LONGROPE, "short_factor": [4.0] * 4}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+    ],
+)
+def test_a_text_whose_length_decides_the_frequencies_is_read_whole(make_llama, monkeypatch, rope, least):
+    """By pieces, the first tokens would be rotated as in a short text, and the losses would be others."""
+    model = make_llama()
+    model.config.rope_parameters = rope
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 700)
+    monkeypatch.setattr(memory, "bytes_needed", lambda model, length, tokens: tokens)
+    sizes = []
+
+    def full(rows, chunk):
+        sizes.append(chunk)
+        raise torch.OutOfMemoryError("full")
+
+    if least == 256:
+        assert tokens_at_once(model, 1000, 1) == 500
+    else:
+        with pytest.raises(memory.TooLittleMemory, match="length=1000 needs about"):
+            tokens_at_once(model, 1000, 1)
+    # Shorter texts have the frequencies of a short text in any case.
+    assert memory.fewest_tokens(model.config, 1000) == least and memory.fewest_tokens(model.config, 200) == 200
+    monkeypatch.setattr(memory, "available_bytes", lambda device: None)
+    with pytest.raises(memory.TooLittleMemory, match="out of memory with"):
+        in_batches(model, range(2), 1000, full, 2)
+    assert sizes == [None, None] + ([500, 250] if least == 256 else [])
+
+
+def test_dynamic_frequencies_do_not_depend_on_what_was_read_before(make_llama):
+    from pose_plugin.evaluation.model import evaluating, prefill
+
+    model = make_llama(rope_parameters=dict(DYNAMIC), max_position_embeddings=64)
+    ids = torch.randint(0, 400, (1, 200), generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(2):
+        with evaluating(model):
+            found.append(prefill(model, ids[:, :100])[0])
+        with evaluating(model):
+            prefill(model, ids)
+        # A step of the training has exactly the base's window, which transformers does not take for a short text.
+        found.append(model(ids[:, :64]).logits[:, -1])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert torch.equal(found[1], make_llama(max_position_embeddings=64)(ids[:, :64]).logits[:, -1])
