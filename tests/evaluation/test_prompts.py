@@ -1,9 +1,11 @@
 import random
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate, random_key
+from pose_plugin.evaluation.prompts import PasskeyBuilder, PasskeyTemplate, leading_ids, random_key
 from pose_plugin.utils.errors import PoSEError
+from tests import models
 
 
 def build_document(tokenizer, *arguments):
@@ -47,6 +49,20 @@ def test_begin_token_where_the_tokenizer_puts_one(tokenizers_by_name):
     with_bos = tokenizers_by_name["with BOS"]
     ids = build_document(with_bos, 300, 0.5, "12345").prompt
     assert ids[0] == with_bos.bos_token_id and ids.count(with_bos.bos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "leading"),
+    [("$A", []), ("$A </s>", []), ("</s> <unk> $A", [2, 0]), ("<s> <s> $A </s>", [1, 1])],
+)
+def test_all_that_a_tokenizer_puts_before_a_text(template, leading):
+    """ChatGLM puts two there, and names neither as begin-of-text."""
+    tokenizer = models.sentencepiece_tokenizer()
+    names = {"<s>": 1, "</s>": 2, "<unk>": 0}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[*names.items()])
+    document = build_document(tokenizer, 300, 0.5, "12345")
+    assert leading_ids(tokenizer) == leading and len(document.input_ids) == 300
+    assert document.input_ids[: len(leading) + 1] == tokenizer("There is")["input_ids"][: len(leading) + 1]
 
 
 def test_pieces_read_as_in_one_text(any_tokenizer):
