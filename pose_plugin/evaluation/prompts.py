@@ -225,9 +225,12 @@ def plain_tokenizer(processing_class: Any) -> Any:
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """Return [BOS] if this tokenizer puts one before a text by itself, else []."""
+    """Return the special tokens that this tokenizer puts before a text by itself: mostly [BOS] or none."""
+    whole, plain = list(tokenizer("x")["input_ids"]), token_ids(tokenizer, "x")
     bos = getattr(tokenizer, "bos_token_id", None)
-    return [bos] if bos is not None and list(tokenizer("x")["input_ids"][:1]) == [bos] else []
+    known = [bos] if bos is not None and whole[:1] == [bos] else []
+    places = range(len(whole) - len(plain) + 1) if plain else ()
+    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), known)
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:

@@ -2,10 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pose_plugin.evaluation.measures.harness import harness, require_harness, rows_of, version
+from pose_plugin.evaluation.measures.harness import (
+    _PromptCounter,
+    answer_tokens,
+    harness,
+    require_harness,
+    rows_of,
+    stops,
+    version,
+)
 from pose_plugin.evaluation.results import Result
 from pose_plugin.utils.errors import PoSEError
 from tests.forked import forked
@@ -71,6 +80,37 @@ def test_a_prompt_that_would_be_cut_stops_the_run_before_the_model_runs(tasks, t
             case(tasks, tokenizer, make_llama(), [64])
 
     forked(refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 256),
+        ({"max_gen_toks": 7, "max_tokens": 9}, 7),
+        ({"max_new_tokens": 9, "max_gen_toks": None}, 9),
+        ({"max_tokens": 9}, 9),
+        ({"max_completion_tokens": "9"}, 9),
+    ],
+)
+def test_an_answer_has_the_tokens_that_lm_eval_gives_it(options, tokens):
+    """Under each name that lm-eval reads: with fewer, a prompt that it cuts would pass."""
+    request = SimpleNamespace(args=("abc", {"until": [], **options}))
+    asked = SimpleNamespace(
+        generate_until=lambda requests: "answers", loglikelihood=None, tok_encode=list, max_gen_toks=256
+    )
+    counter = _PromptCounter(asked, 3 + tokens)
+    assert asked.generate_until([request]) == "answers" and counter.longest == 3 + tokens
+    assert answer_tokens(options, 256) == tokens
+    _PromptCounter(asked, 2 + tokens)
+    with pytest.raises(PoSEError, match=f"has {3 + tokens} tokens with its answer"):
+        asked.generate_until([request])
+
+
+@pytest.mark.parametrize(
+    ("until", "found"), [(None, ()), ("\n", ("\n",)), (["", "a", None], ("a",)), ("", ()), ([""], ())]
+)
+def test_an_empty_text_ends_no_answer(until, found):
+    assert stops({"until": until}) == found == stops({"until": until, "max_gen_toks": 3})
 
 
 BY_LENGTH = """task: own_by_length

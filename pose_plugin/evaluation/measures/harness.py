@@ -154,9 +154,7 @@ def served(model: Any, tokenizer: Any, kept: Answers) -> Any:
             return [re.split("|".join(map(re.escape, each.stop)) or "$^", kept.get(each) or "")[0] for each in asked]
 
         def _question(self, text: str, options: dict[str, Any]) -> Continuation:
-            until = options.get("until") or []
-            stop = (until,) if isinstance(until, str) else tuple(until)
-            return Continuation(self.tok_encode(text), int(options.get("max_gen_toks", self.max_gen_toks)), stop)
+            return Continuation(self.tok_encode(text), answer_tokens(options, self.max_gen_toks), stops(options))
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
             raise PoSEError(
@@ -167,6 +165,18 @@ def served(model: Any, tokenizer: Any, kept: Answers) -> Any:
         loglikelihood_rolling = loglikelihood
 
     return ServedLM()
+
+
+def answer_tokens(options: dict[str, Any], usual: int) -> int:
+    """Return the most tokens of an answer by a task's `generation_kwargs`: lm-eval's names for it, in its order."""
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    return int(next((options[name] for name in names if options.get(name) is not None), usual))
+
+
+def stops(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the texts that end an answer by a task's `generation_kwargs`; an empty one ends none."""
+    until = options.get("until") or []
+    return tuple(text for text in ([until] if isinstance(until, str) else until) if text)
 
 
 def allowed(length: int) -> int:
@@ -249,8 +259,7 @@ class _PromptCounter:
         def generate_until(requests: Any, *args: Any, **kwargs: Any) -> Any:
             for request in requests:
                 text, options = request.args
-                answer = options.get("max_gen_toks", options.get("max_new_tokens", wrapped.max_gen_toks))
-                self._count(len(wrapped.tok_encode(text)) + int(answer))
+                self._count(len(wrapped.tok_encode(text)) + answer_tokens(options, wrapped.max_gen_toks))
             return generate(requests, *args, **kwargs)
 
         def loglikelihood(requests: Any, *args: Any, **kwargs: Any) -> Any:
