@@ -116,7 +116,7 @@ def served_sources(args: argparse.Namespace, names: Mapping[str, str]) -> list[S
     if args.url is None:
         return []
     from pose_plugin.checkpoints.load import describe
-    from pose_plugin.evaluation.served import ServedModel, describe_served
+    from pose_plugin.evaluation.served import ServedModel, describe_served, penalty_of
     from pose_plugin.utils.server import Server, key_of
 
     like, form, key = describe(args.like), args.prompts or "auto", key_of(args.key_variable)
@@ -124,8 +124,9 @@ def served_sources(args: argparse.Namespace, names: Mapping[str, str]) -> list[S
     for name in args.served_model or [None]:
         server = Server(args.url, name, key, retries=args.retries or 4, option="--served-model")
         model = ServedModel(
-            server, like.tokenizer, form, args.concurrency or 4, args.requests_per_minute or 0, args.max_requests
-        )
+            server, like.tokenizer, form, args.concurrency or 4, args.requests_per_minute or 0, args.max_requests,
+            penalty_of(like),
+        )  # fmt: skip
         source = describe_served(like, model, form)
         source.name = names.get(name or args.url, source.name)
         found.append(source)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class ServedModel(Answerer):
         concurrency: requests at a time.
         requests_per_minute: 0 for no limit.
         max_requests: after so many requests PoSEError is raised; None for no limit.
+        penalty: the model's own repetition penalty. vLLM and SGLang apply it unless a request says otherwise.
 
     Attributes:
         sent: requests so far, without the repeats of the openai client.
@@ -61,10 +63,12 @@ class ServedModel(Answerer):
         concurrency: int = 4,
         requests_per_minute: float = 0,
         max_requests: int | None = None,
+        penalty: float = 1.0,
     ) -> None:
         self.server, self.tokenizer, self.concurrency = server, plain_tokenizer(tokenizer), concurrency
         self.max_requests, self.sent = max_requests, 0
         self._asked, self._form = form, ""
+        self.penalty, self._more = penalty, {} if penalty == 1 else {"repetition_penalty": 1.0}
         self._pace, self._lock = Pace(requests_per_minute), threading.Lock()
         self._gone: ServerGoneError | None = None
 
@@ -102,11 +106,13 @@ class ServedModel(Answerer):
             )
 
     def _ask_all(self, questions: Sequence[Question], keep: Callable[..., None]) -> None:
+        more = {"penalty": self.penalty} if self.penalty != 1 and not self._more else {}
+
         def one(question: Question) -> None:
             reply, sent = self._ask(question), len(question.ids)
             with self._lock:
                 # In the thread of the request: what was answered is kept, even if the run is interrupted now.
-                keep(question, reply.text, form=self._form, tokens=sent, read=reply.read)
+                keep(question, reply.text, form=self._form, tokens=sent, read=reply.read, **more)
 
         with ThreadPoolExecutor(self.concurrency) as pool:
             asked = [pool.submit(one, question) for question in questions]
@@ -153,13 +159,13 @@ class ServedModel(Answerer):
 
     def _request(self, form: str, ids: list[int], tokens: int, stop: list[str] | None) -> Reply:
         if form == "ids":
-            return self.server.complete(ids, tokens, stop)
+            return self.server.complete(ids, tokens, stop, self._more)
         # The server puts the beginning-of-text token before a text by itself.
         begin = len(leading_ids(self.tokenizer))
         text = self.tokenizer.decode(ids[begin:], clean_up_tokenization_spaces=False)
         if form == "text":
-            return self.server.complete(text, tokens, stop)
-        return self.server.chat(text, tokens + CHAT_ROOM, stop)
+            return self.server.complete(text, tokens, stop, self._more)
+        return self.server.chat(text, tokens + CHAT_ROOM, stop, self._more)
 
     def _learn(self) -> str:
         """Return the form of prompts that the server takes.
@@ -181,7 +187,7 @@ class ServedModel(Answerer):
             if form == "chat" and taken:
                 break
             try:
-                reply = self._send(form, ids, 1)
+                reply = self._first(form, ids)
             except (RefusedError, FailedError) as error:
                 refusals.append(str(error))
                 continue
@@ -196,6 +202,21 @@ class ServedModel(Answerer):
         if not wanted:
             raise PoSEError("; ".join(dict.fromkeys(refusals)))
         return wanted[0]
+
+    def _first(self, form: str, ids: list[int]) -> Reply:
+        """Send the test sentence; without the fields of vLLM if the server refuses them."""
+        try:
+            return self._send(form, ids, 1)
+        except (RefusedError, FailedError):
+            if not self._more:
+                raise
+        more, self._more = self._more, {}
+        try:
+            return self._send(form, ids, 1)
+        except PoSEError:
+            # They were not the reason.
+            self._more = more
+            raise
 
 
 @dataclass
@@ -223,6 +244,13 @@ class ServedSource(Source):
             notes.append("prompts were sent as text, because the server takes no token ids")
         if "chat" in forms:
             notes.append("prompts were sent as chat messages, and the server's chat template changes them")
+        if penalties := {row["penalty"] for row in rows if row.get("penalty")}:
+            listed = ", ".join(map(str, sorted(penalties)))
+            notes.append(
+                f"the server takes no repetition_penalty, so it may have applied that of generation_config.json "
+                f"({listed}), which makes digits of the prompt less likely in the answer; models in this process are "
+                "measured without it"
+            )
         if any(counted):
             notes.append(f"the server read {min(counted):+} to {max(counted):+} tokens more than a prompt has")
         return notes
@@ -247,6 +275,16 @@ def describe_served(like: Source, model: ServedModel, form: str) -> ServedSource
         revision=digest([like.revision, _weights(server)]),
         model=model,
     )
+
+
+def penalty_of(like: Source) -> float:
+    """Return the repetition penalty of generation_config.json in a folder; 1 for none."""
+    from transformers import GenerationConfig
+
+    for place in dict.fromkeys((like.path, like.base)):
+        with suppress(OSError, ValueError, TypeError):
+            return float(GenerationConfig.from_pretrained(place).repetition_penalty or 1)
+    return 1.0
 
 
 def _weights(server: Server) -> list[Any]:

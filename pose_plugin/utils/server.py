@@ -147,30 +147,34 @@ class Server:
         # Names are shown and written to files, so one that repeats the key is left out.
         return {name: facts for name, facts in named.items() if self._clean.text(name) == without_controls(name)}
 
-    def complete(self, prompt: str | list[int], tokens: int, stop: list[str] | None = None) -> Reply:
+    def complete(
+        self, prompt: str | list[int], tokens: int, stop: list[str] | None = None, more: dict[str, Any] | None = None
+    ) -> Reply:
         """Continue a prompt greedily, by POST /completions.
 
         Args:
             prompt: a text or its token ids.
             tokens: the most that are written.
             stop: texts that end the answer.
+            more: fields of the request that OpenAI's API does not have.
 
         Raises:
             TooLongError, RefusedError, ServerGoneError
         """
-        more = {"stop": stop} if stop else {}
+        ends = {"stop": stop} if stop else {}
         answer = self._sent(
             self.client.completions.create,
-            model=self.model, prompt=prompt, max_tokens=tokens, temperature=0, **more,
+            model=self.model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body=more, **ends,
         )  # fmt: skip
         return self._reply(answer)
 
-    def chat(self, text: str, tokens: int, stop: list[str] | None = None) -> Reply:
+    def chat(self, text: str, tokens: int, stop: list[str] | None = None, more: dict[str, Any] | None = None) -> Reply:
         """Answer a message greedily, by POST /chat/completions; arguments and errors as for `complete`."""
-        more = {"stop": stop} if stop else {}
+        ends = {"stop": stop} if stop else {}
         answer = self._sent(
             self.client.chat.completions.create,
-            model=self.model, messages=[{"role": "user", "content": text}], max_tokens=tokens, temperature=0, **more,
+            model=self.model, messages=[{"role": "user", "content": text}], max_tokens=tokens, temperature=0,
+            extra_body=more, **ends,
         )  # fmt: skip
         return self._reply(answer)
 

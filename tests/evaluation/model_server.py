@@ -22,6 +22,7 @@ class ModelServer(Listening):
         dies_after: answers before every connection is closed without one.
         cut: tokens that prompts are silently cut to.
         logprobs: whether it returns log-probabilities to those who ask for them.
+        refuses: a field of requests that it refuses.
 
     Attributes:
         asked: bodies of the requests for completions that were answered.
@@ -30,10 +31,11 @@ class ModelServer(Listening):
 
     def __init__(
         self, model, tokenizer, takes=("ids", "text", "chat"), window=100_000, stated=True, key=None, dies_after=None,
-        cut=None, logprobs=False,
+        cut=None, logprobs=False, refuses=None,
     ):  # fmt: skip
         self.model, self.tokenizer, self.takes, self.window = model.eval(), tokenizer, takes, window
         self.stated, self.key, self.dies_after, self.cut, self.logprobs = stated, key, dies_after, cut, logprobs
+        self.refuses = refuses
         self.asked: list[dict] = []
         self.running = self.most = 0
 
@@ -65,6 +67,8 @@ class ModelServer(Listening):
         form = "chat" if chat else "text" if isinstance(body["prompt"], str) else "ids"
         if form not in self.takes:
             return client.refuse(404 if chat else 400, f"prompt must not be {form}")
+        if self.refuses in body:
+            return client.refuse(422, f"Unexpected fields in the request: {self.refuses}")
         if form == "ids":
             ids = body["prompt"]
         else:

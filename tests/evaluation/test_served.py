@@ -26,6 +26,7 @@ from tests.evaluation.model_server import ModelServer
 from tests.evaluation.test_harness import TASK
 from tests.forked import forked
 from tests.kill import files, survives
+from tests.models import edit
 
 BASE = Path(__file__).parents[2] / "example_configs" / "quickstart" / "base"
 TEXT = "".join(f"Line {i} tells of the sea and the wind.\n" for i in range(120))
@@ -188,6 +189,27 @@ def test_new_weights_behind_the_same_address_are_asked(model, tokenizer, tmp_pat
         assert asked(root="elsewhere") == asked(parent="base") == asked("--fresh") == 2 and asked() == 0
         # What no server should state is no error.
         assert asked(root="x" * 5000, meta=[1]) == asked(root=["a"], meta=None) == 2
+
+
+def test_the_model_s_own_repetition_penalty_is_switched_off(serve, tmp_path):
+    """vLLM and SGLang would apply it to the digits of the prompt; here, nothing does."""
+    like = shutil.copytree(BASE, tmp_path / "like")
+    words = ["--lengths", 300, "--trials", 2, "--output", tmp_path / "out"]
+
+    def sent(folder, *more, **options):
+        with serve(**options) as server:
+            assert run("--url", server.url, "--like", folder, *words, "--fresh", *more) == 0
+            assert len(server.prompts) == 2
+            (served,) = models_of(tmp_path / "out")
+            return {body.get("repetition_penalty") for body in server.prompts}, served["notes"]
+
+    assert sent(like) == ({None}, [])
+    edit(like / "generation_config.json", lambda values: values.update(repetition_penalty=1.1))
+    assert sent(like) == ({1.0}, []) and sent(like, takes=("chat",))[0] == {1.0}
+    taken, notes = sent(like, refuses="repetition_penalty")
+    assert taken == {None} and "generation_config.json (1.1)" in notes[0]
+    # A form that is refused for another reason does not count as one without the field.
+    assert sent(like, takes=("ids",)) == ({1.0}, [])
 
 
 def test_a_lost_server_leaves_the_other_models(serve, tmp_path, capsys):
