@@ -153,7 +153,7 @@ class Server(AnyServer):
             for key in ("reasoning_content", "content", "text"):
                 text += words_of(at(said, key))
             logprobs += _logprobs(at(choice, "logprobs"))
-        return Answer(text, read, logprobs or None)
+        return Answer(text, read, logprobs=logprobs or None)
 
     def find(self, words: int, depth: float, seed: int) -> Needle:
         """Ask for a number that is hidden in filler text.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pose_plugin.checkpoints.load import Source
@@ -139,7 +139,21 @@ class ServedModel(Answerer):
                 f"{self.server.address} read {reply.read} tokens of a prompt of {len(ids)}, so it cuts prompts; start "
                 "it with a longer context"
             )
-        return reply
+        return self._without_thoughts(reply)
+
+    def _without_thoughts(self, reply: Reply) -> Reply:
+        """Return the answer of a reasoning model. Raise PoSEError if its thoughts took all tokens of the answer."""
+        if self._form != "chat":
+            return reply
+        _, end, text = reply.text.rpartition("</think>")
+        begun = not end and text.lstrip().startswith("<think>")
+        if begun or (reply.thoughts and not text.strip()):
+            # The score would silently be 0.
+            raise PoSEError(
+                f"{self.server.address} spends the few tokens of an answer on the model's thoughts; switch reasoning "
+                "off in the server's chat template, or serve the model so that it takes --prompts ids or text"
+            )
+        return replace(reply, text=text)
 
     def _send(self, form: str, ids: list[int], tokens: int, stop: list[str] | None = None) -> Reply:
         with self._lock:

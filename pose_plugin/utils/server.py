@@ -59,10 +59,12 @@ class Reply:
     Attributes:
         text: what the model wrote.
         read: tokens of the prompt as the server counts them; None if it does not count.
+        thoughts: what a reasoning model wrote before, if the server tells them apart.
     """
 
     text: str
     read: int | None
+    thoughts: str = ""
 
 
 class Server:
@@ -184,7 +186,9 @@ class Server:
         if choice is None:
             raise self._no_completion(answer)
         text = words_of(at(choice, "text") or at(choice, "message", "content"))
-        return Reply(text, count(at(found, "usage", "prompt_tokens")))
+        # vLLM's name for them now, and that of others.
+        thoughts = at(choice, "message", "reasoning") or at(choice, "message", "reasoning_content")
+        return Reply(text, count(at(found, "usage", "prompt_tokens")), words_of(thoughts))
 
     def _no_completion(self, answer: Any) -> ServerGoneError:
         start = self._clean.line(str(answer), 80)

@@ -23,6 +23,7 @@ class ModelServer(Listening):
         cut: tokens that prompts are silently cut to.
         logprobs: whether it returns log-probabilities to those who ask for them.
         refuses: a field of requests that it refuses.
+        thoughts: of an answer's text, what a chat answer of a reasoning model holds.
 
     Attributes:
         asked: bodies of the requests for completions that were answered.
@@ -31,11 +32,11 @@ class ModelServer(Listening):
 
     def __init__(
         self, model, tokenizer, takes=("ids", "text", "chat"), window=100_000, stated=True, key=None, dies_after=None,
-        cut=None, logprobs=False, refuses=None,
+        cut=None, logprobs=False, refuses=None, thoughts=None,
     ):  # fmt: skip
         self.model, self.tokenizer, self.takes, self.window = model.eval(), tokenizer, takes, window
         self.stated, self.key, self.dies_after, self.cut, self.logprobs = stated, key, dies_after, cut, logprobs
-        self.refuses = refuses
+        self.refuses, self.thoughts = refuses, thoughts
         self.asked: list[dict] = []
         self.running = self.most = 0
 
@@ -87,7 +88,10 @@ class ModelServer(Listening):
             self.running -= 1
         logprobs = {"token_logprobs": scores} if self.logprobs and body.get("logprobs") else None
         read = min(len(ids), self.cut or len(ids))
-        client.reply(completion(text, read, len(scores), chat, finish_reason="length", logprobs=logprobs))
+        answer = completion(text, read, len(scores), chat, finish_reason="length", logprobs=logprobs)
+        if chat and self.thoughts:
+            answer["choices"][0]["message"] |= self.thoughts(text)
+        client.reply(answer)
 
     def generate(self, ids, body):
         """Return the text of a greedy continuation, and the log-probability of each of its tokens."""

@@ -212,6 +212,27 @@ def test_the_model_s_own_repetition_penalty_is_switched_off(serve, tmp_path):
     assert sent(like, takes=("ids",)) == ({1.0}, [])
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "answers"),
+    [
+        (lambda text: {"content": None, "reasoning_content": "Let me see."}, None),
+        (lambda text: {"content": "", "reasoning": "Let me see."}, None),
+        (lambda text: {"content": "<think>\nLet me see."}, None),
+        (lambda text: {"content": f"<think>1 or 2?</think>{text}"}, "text"),
+        (lambda text: {"reasoning_content": "1 or 2?"}, "text"),
+    ],
+)
+def test_a_reasoning_model_that_only_thinks_gets_no_score(serve, tmp_path, capsys, thoughts, answers):
+    with serve(takes=("chat",), thoughts=thoughts) as server:
+        code = run("--url", server.url, "--like", BASE, "--lengths", 300, "--trials", 1, "--output", tmp_path)
+    (served,) = models_of(tmp_path)
+    if answers is None:
+        assert code == 1 and "passkey" not in served and "on the model's thoughts" in served["notes"][0]
+    else:
+        answer = served["passkey"]["rows"][0]["details"]["answer"]
+        assert code == 0 and answer and "1 or 2?" not in answer
+
+
 def test_a_lost_server_leaves_the_other_models(serve, tmp_path, capsys):
     with serve(dies_after=2) as server:
         code = run(BASE, "--url", server.url, "--like", BASE, "--lengths", "300,400", "--trials", 3, "--retries", 1,
