@@ -47,7 +47,7 @@ class ServedModel(Answerer):
         penalty: the model's own repetition penalty. vLLM and SGLang apply it unless a request says otherwise.
 
     Attributes:
-        sent: requests so far, without the repeats of the openai client.
+        sent: requests so far, without the test sentence and the repeats of the openai client.
 
     Example:
         >>> model = ServedModel(Server("http://localhost:8000/v1"), tokenizer)
@@ -159,9 +159,11 @@ class ServedModel(Answerer):
         with self._lock:
             if self._gone is not None:
                 raise self._gone
-            if self.max_requests is not None and self.sent >= self.max_requests:
-                raise ServerGoneError(f"--max-requests {self.max_requests} is reached; run the command again to resume")
-            self.sent += 1
+            if self._form:
+                if self.max_requests is not None and self.sent >= self.max_requests:
+                    said = f"--max-requests {self.max_requests} is reached; run the command again to resume"
+                    raise ServerGoneError(said)
+                self.sent += 1
             wait = self._pace.delay(time.monotonic(), len(ids) + tokens)
         time.sleep(wait)
         try:

@@ -268,6 +268,8 @@ def test_the_cost_comes_first_and_has_a_limit(serve, tmp_path, capsys):
         assert run("--url", server.url, *words, "--max-requests", 9) == 2
         assert "--max-requests 9 is less than what is missing: 10 requests" in capsys.readouterr().err
         assert server.asked == []
+        # The sentence that shows what the server takes is none of them.
+        assert run("--url", server.url, *words, "--max-requests", 10) == 0 and len(server.prompts) == 10
 
 
 @pytest.mark.parametrize(
