@@ -24,6 +24,27 @@ def test_no_question_shares_a_content_word_with_a_fact_or_the_filler():
     assert len({question for _, question in PAIRS}) == len(PAIRS) and len(set(NAMES)) == len(NAMES)
 
 
+PLACES = {
+    "france": {"calais", "eiffel", "louvre", "paris"},
+    "italy": {"colosseum", "rome", "venice"},
+    "egypt": {"cairo", "giza"},
+    "australia": {"melbourne", "sydney"},
+    "england": {"buckingham", "dover", "london", "wimbledon"},
+    "japan": {"fuji", "tokyo"},
+    "india": {"mahal", "mumbai"},
+    "brazil": {"janeiro", "rio"},
+}
+
+
+def test_no_fact_answers_another_question():
+    """Who won Wimbledon or swam to Calais has been to England and France too."""
+    asked = [next(iter(words(question) & set(PLACES)), None) for _, question in PAIRS]
+    assert set(asked) - {None} == set(PLACES)
+    for (does, _), country in zip(PAIRS, asked, strict=True):
+        implied = {name for name, places in PLACES.items() if words(does) & (places | {name})}
+        assert implied == {country} - {None}, does
+
+
 def right_person(text):
     """Reads the answer out of the prompt's text."""
     question = re.search(r"Question: (Which person .+?\?) Give", text).group(1)

@@ -44,9 +44,9 @@ PAIRS = (
     ("speaks in the Bundestag", "Which person is a politician?"),
     ("measures the orbits of comets", "Which person is an astronomer?"),
     ("plays the cello in an orchestra", "Which person is a musician?"),
-    ("won Wimbledon twice", "Which person is good at tennis?"),
+    ("serves twenty aces per match", "Which person is good at tennis?"),
     ("checkmated a grandmaster", "Which person is good at chess?"),
-    ("swam from Dover to Calais", "Which person has crossed the Channel?"),
+    ("sailed from Cork to Boston", "Which person has crossed the Atlantic?"),
     ("keeps a poodle", "Which person owns a dog?"),
 )
 NAMES = (
