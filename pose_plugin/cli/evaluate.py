@@ -25,7 +25,7 @@ from pose_plugin.config import Strict, explain
 from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
 from pose_plugin.evaluation.ranks import launched
-from pose_plugin.evaluation.settings import read_text
+from pose_plugin.evaluation.settings import read_text, require_once
 from pose_plugin.utils.errors import Complaints, PoSEError
 from pose_plugin.utils.lengths import parse_length, parse_lengths
 from pose_plugin.utils.plots import require_matplotlib
@@ -226,9 +226,7 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
         with complaints:
             require_effect(given, chosen, _flag)
     with complaints:
-        if len({Path(path).resolve() for path in args.texts}) < len(args.texts):
-            # A text would silently count twice.
-            raise PoSEError(f"--texts {' '.join(args.texts)} names a file twice; name each once")
+        require_once(args.texts, "--texts")
     texts = []
     for path in args.texts if any(measure.needs_texts for measure in chosen) else ():
         with complaints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -84,8 +85,9 @@ class Block:
         """Read the texts and return the measures.
 
         Raises:
-            PoSEError: a text that cannot be read.
+            PoSEError: a text that cannot be read, or that is named twice.
         """
+        require_once(self.schedule.texts, "evaluate.texts")
         texts = [read_text(path, "evaluate.texts") for path in self.schedule.texts]
         return make(
             self.chosen,
@@ -130,6 +132,12 @@ def checked(settings: PoSESettings, where: str = "pose") -> PoSESettings:
     if settings.evaluate is not None:
         parse_block(settings, where)
     return settings
+
+
+def require_once(texts: Sequence[str], key: str) -> None:
+    """Raise PoSEError if a file is named twice: it would silently count twice."""
+    if len({Path(path).resolve() for path in texts}) < len(texts):
+        raise PoSEError(f"{key} {' '.join(texts)} names a file twice; name each once")
 
 
 def read_text(path: str, key: str) -> str:

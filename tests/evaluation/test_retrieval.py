@@ -9,6 +9,7 @@ import pytest
 
 from pose_plugin.evaluation.measures.association import Association
 from pose_plugin.evaluation.measures.needle import DEPTHS, Needle, needle
+from pose_plugin.evaluation.measures.ruler import Ruler
 from pose_plugin.evaluation.measures.topics import TOPICS, Topics, topics
 from pose_plugin.evaluation.results import Result, Row, joined
 from pose_plugin.evaluation.retrieval import Prompt
@@ -84,6 +85,17 @@ def test_prompts_have_the_exact_length_and_hide_what_is_asked(any_tokenizer, fil
     assert [p.ids for p in prompts if p.length == 515] == [p.ids for p in again]
     other = prompts_of(Needle, any_tokenizer, [515], trials=5, seed=1, filler=filler)
     assert [p.expected for p in other] != [p.expected for p in again]
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "names"), [(Needle, "kinds", ["kv", "single"]), (Ruler, "ruler_tasks", ["vt", "fwe"])]
+)
+def test_what_is_named_twice_is_asked_once(tokenizer, kind, option, names):
+    once, twice = (kind(trials=5, **{option: given}) for given in (names, [*names, names[0]]))
+    for measure in (once, twice):
+        measure.prepare(tokenizer, [700])
+    assert twice.prompts(700) == once.prompts(700) and twice._definition() == once._definition()
+    assert twice.depends() == once.depends()
 
 
 def test_a_perfect_and_a_blind_model_on_needles(any_tokenizer):

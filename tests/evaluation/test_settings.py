@@ -109,6 +109,12 @@ def test_a_file_that_cannot_be_read(block, tmp_path, key, name):
         parse_block(block(**{key: str(tmp_path / name)})).measures()
 
 
+def test_a_text_that_is_named_twice_would_count_twice(block, tmp_path):
+    texts = [str(tmp_path / "text.txt"), f"{tmp_path}/./text.txt"]
+    with pytest.raises(PoSEError, match=r"evaluate\.texts .*text\.txt names a file twice"):
+        parse_block(block(texts=texts)).measures()
+
+
 def test_the_documented_keys_are_those_of_the_schedule_and_the_measures():
     options = {name for measure in by_task(while_training=True).values() for name in options_of([measure])}
     assert set(EvaluateSettings.model_fields) == {*Schedule.model_fields, *options}

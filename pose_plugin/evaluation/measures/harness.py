@@ -54,6 +54,7 @@ class Harness(Measure):
 
     def prepare(self, tokenizer: Any, lengths: Sequence[int], windows: Windows | None = None) -> None:
         super().prepare(tokenizer, lengths, windows)
+        self.harness = list(dict.fromkeys(self.harness))
         require_harness(self.harness, self._lengths, self.harness_path)
 
     def pieces(self) -> list[int]:

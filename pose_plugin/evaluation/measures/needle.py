@@ -75,6 +75,7 @@ class Needle(Retrieval):
         unknown = [kind for kind in self.kinds if kind not in self.rules]
         if unknown or not self.kinds:
             raise PoSEError(f"kinds={self.kinds}: choose from {', '.join(self.rules)}")
+        self.kinds = list(dict.fromkeys(self.kinds))
         if self.depths is not None:
             require_depths(self.depths, self.trials)
         self.trials = for_each_depth(self.trials, self.depths or DEPTHS)

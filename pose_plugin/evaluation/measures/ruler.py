@@ -66,6 +66,8 @@ class Ruler(Retrieval):
         if unknown is not None or not self.ruler_tasks:
             close = did_you_mean(unknown or "", TASKS)
             raise PoSEError(f"ruler_tasks={unknown or self.ruler_tasks}{close}: choose from {', '.join(TASKS)}")
+        # A task that is named twice would count twice in the average.
+        self.ruler_tasks = list(dict.fromkeys(self.ruler_tasks))
         self._data = data_in(self.ruler_data, self.filler)
         require(self._data, self.ruler_tasks)
         self._made = None
