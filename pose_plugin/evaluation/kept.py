@@ -86,7 +86,8 @@ class Kept:
             "weights": [
                 fingerprints.of_model(source.base), source.revision, fingerprints.of_model(source.path)
             ],
-            "config": source.config.to_dict(),
+            # It is the path as it was typed, and `weights` have that of the folder.
+            "config": {key: value for key, value in source.config.to_dict().items() if key != "_name_or_path"},
             "dtype": self._dtype,
             # Another version may ask otherwise.
             "version": __version__,

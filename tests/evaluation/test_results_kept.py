@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import configuration_utils
 
 from pose_plugin.beacon.register import NAME as BEACON
 from pose_plugin.checkpoints import load as loading
@@ -134,6 +135,10 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     base = keys(source)
     # A name is for readers.
     assert changed(base, keys(describe(str(folder), "another name"))) == set()
+    # The same folder, however it is written.
+    monkeypatch.chdir(folder.parent)
+    for written in ("base", "./base/", f"../{folder.parent.name}/base"):
+        assert changed(base, keys(describe(written))) == set()
     assert changed(base, keys(extended(source, 1024, {"type": "linear"}))) == set(ALL)
     # The same files elsewhere are another model; with the base of an adapter it is the same.
     other = Path(shutil.copytree(folder, tmp_path / "other"))
@@ -157,6 +162,9 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     assert changed(newer, keys(source)) == set()
     touch(tmp_path / "own" / "deeper" / "a.yaml")
     assert changed(newer, keys(source)) == {"harness"}
+    with monkeypatch.context() as other:
+        other.setattr(configuration_utils, "__version__", "9")
+        assert changed(again, keys(source)) == set(ALL)
     monkeypatch.setattr(kept, "__version__", "9")
     assert changed(again, keys(source)) == set(ALL)
 
