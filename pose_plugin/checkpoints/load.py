@@ -314,9 +314,10 @@ def _config(path: str, revision: str | None = None) -> Any:
         read_saved(path)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        if Path(path).is_dir():
-            raise PoSEError(f"{path}/config.json could not be read: {error}") from error
+    except Exception as error:
+        # Each family validates its fields with its own errors. OSError is what a hub without such a model gives.
+        if Path(path).is_dir() or not isinstance(error, OSError):
+            raise PoSEError(f"{path}/config.json could not be read: {' '.join(str(error).split())}") from error
         raise _not_found(path) from error
 
 
@@ -330,7 +331,8 @@ def _tokenizer(path: str, revision: str | None = None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        # The tokenizers library raises plain Exceptions for a file that it does not know.
         raise PoSEError(f"{path} has no tokenizer that loads; save it next to the model ({_first(error)})") from error
 
 

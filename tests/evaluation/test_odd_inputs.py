@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from pose_plugin.cli import main as cli
+from tests.models import edit
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -48,6 +49,22 @@ def test_one_broken_model_of_several_is_left_out(tmp_path, save, make_llama, cap
     )
     assert run(broken, *arguments) == 2
     assert "save or copy it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"num_attention_heads": 3}, "config.json could not be read: .* not a multiple of"),
+        ("config.json", {"max_position_embeddings": "many"}, "config.json could not be read: .*'many'"),
+        ("tokenizer.json", {"model": {"type": "New"}}, "has no tokenizer that loads; save it next to the model"),
+    ],
+)
+def test_a_file_of_a_model_that_its_class_refuses(tmp_path, save, make_llama, capsys, file, change, message):
+    folder = save("base", make_llama())
+    edit(folder / file, lambda values: values.update(change))
+    assert run(folder, "--lengths", "200", "--trials", 1, "--output", tmp_path / "out") == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(f"{folder}.*{message}", line)
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
