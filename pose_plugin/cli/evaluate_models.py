@@ -81,7 +81,10 @@ def check_served(args: argparse.Namespace) -> None:
         require_option(args, "--url", SERVED, ADDRESS)
         if not args.models:
             raise PoSEError("MODEL is missing: name a folder, an adapter or a hub name, or a server with --url")
-    elif args.like is None:
+        return
+    if args.extend and not args.models:
+        raise PoSEError(f"--extend {args.extend[0]} stretches the first MODEL, and there is none; name a folder")
+    if args.like is None:
         raise PoSEError(f"--url {without_password(args.url)} needs --like, the folder of the served model or its base")
 
 

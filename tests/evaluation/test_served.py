@@ -286,6 +286,10 @@ def test_the_cost_comes_first_and_has_a_limit(serve, tmp_path, capsys):
         (["--url", "URL", "--like", BASE, "--lengths", 300, "--key-variable", "NO_SUCH_KEY"], "--key-variable"),
         (["--url", "URL", "--like", BASE, "--lengths", 300, "--tasks", "gap", "--texts", "TEXT"], "--tasks=gap"),
         (["--url", "URL/no", "--like", BASE, "--lengths", 300, "--prompts", "words"], "words"),
+        (
+            ["--url", "URL", "--like", BASE, "--lengths", 300, "--extend", "target_length=1k"],
+            "--extend target_length=1k stretches the first MODEL, and there is none",
+        ),
     ],
 )
 def test_input_that_cannot_work_is_one_sentence(serve, text, tmp_path, capsys, words, named):
