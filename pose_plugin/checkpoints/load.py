@@ -257,12 +257,9 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
     """
     import warnings
 
-    import torch
     from transformers import AutoModelForCausalLM
 
-    kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
-    if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
+    kind = kind_of(dtype)
     where = place(device)
     peft = require_peft() if source.is_adapter else None
     try:
@@ -289,6 +286,20 @@ def load(source: Source, dtype: str = "auto", device: str | None = None) -> Any:
         # Any type: a truncated file raises the safetensors library's own SafetensorError.
         reason = str(error).strip() or type(error).__name__
         raise PoSEError(f"{source.path} could not be loaded on {where}: {reason}; save or copy it again") from error
+
+
+def kind_of(dtype: str) -> Any:
+    """Return the torch dtype of a name; "auto" stands for itself.
+
+    Raises:
+        PoSEError: there is no such floating-point type.
+    """
+    import torch
+
+    kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if kind != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise PoSEError(f"dtype={dtype!r} is unknown; use auto, float32, bfloat16 or float16")
+    return kind
 
 
 def place(device: str | None) -> Any:

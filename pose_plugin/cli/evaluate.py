@@ -214,7 +214,7 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
             raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
         chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
         logits = [measure.name for measure in chosen if not measure.on_a_server]
-        if args.url and logits and tasks in (None, ["all"]):
+        if args.url and logits and (tasks is None or "all" in tasks):
             # The models in this process are measured. Without any, nothing is.
             chosen = [measure for measure in chosen if measure.on_a_server or args.models]
         elif args.url and logits:

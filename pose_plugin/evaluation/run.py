@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pose_plugin.checkpoints.load import Source, load, place
+from pose_plugin.checkpoints.load import Source, kind_of, load, place
 from pose_plugin.evaluation.asking import Asking
 from pose_plugin.evaluation.kept import Kept
 from pose_plugin.evaluation.left_out import AllLeftOut, LeftOut
@@ -74,6 +74,7 @@ class Session:
             # Tokenizers and answers are found by them.
             raise PoSEError(f"names={names}: two models have the same; give each a different name")
         complaints, device = Complaints(), place(self.device)
+        kind_of(self.dtype)
         for source in everyone:
             with complaints:
                 served = isinstance(source, ServedSource)

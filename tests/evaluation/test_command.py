@@ -131,6 +131,7 @@ def test_real_filler_and_given_depths(folders, tmp_path):
         (["ADAPTER", "--lengths", "200", "--extend", "target_length=1024"], "ROOT/adapter"),
         (["BASE", "--lengths", "200", "--depths", "2"], "depths=2"),
         (["BASE", "--lengths", "200", "--dtype", "float3"], "dtype='float3'"),
+        (["BASE", "ADAPTER", "--lengths", "200", "--dtype", "bf16"], "dtype='bf16'"),
         (["BASE", "--lengths", "200", "--device", "banana"], "device='banana'"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/no.txt"], "no.txt"),
         (["BASE", "--lengths", "200", "--texts", "ROOT/binary.txt"], "binary.txt"),

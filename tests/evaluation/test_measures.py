@@ -14,8 +14,9 @@ from pose_plugin.cli import main as cli
 from pose_plugin.config import PositiveInt, parse_settings
 from pose_plugin.evaluation.callback import from_settings
 from pose_plugin.evaluation.measure import Measure, Work
-from pose_plugin.evaluation.measures import MEASURES, by_task
+from pose_plugin.evaluation.measures import MEASURES, by_task, choose
 from pose_plugin.evaluation.results import Result, Row
+from pose_plugin.utils.errors import PoSEError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 200
 
@@ -152,3 +153,17 @@ def test_a_new_measure_is_named_by_help_and_errors(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "short, length" in text and "--most MOST length: tokens at most (default 100)" in text
     assert "length" in by_task() and Length.model_fields["most"].default == 100
+
+
+@pytest.mark.parametrize("has_texts", [True, False])
+def test_all_stands_for_every_task_that_can_run_and_others_may_stand_next_to_it(has_texts):
+    def named(*tasks):
+        return [measure.name for measure in choose(tasks, has_texts, "tasks")]
+
+    free = [
+        name for name, measure in by_task().items() if not measure.costly and (has_texts or not measure.needs_texts)
+    ]
+    assert named("all") == named("all", "passkey") == free and "ruler" not in free
+    assert named("all", "ruler") == [*free, "ruler"] and named("ruler", "all") == ["ruler", *free]
+    with pytest.raises(PoSEError, match="tasks=nedle is unknown"):
+        named("all", "nedle")

@@ -75,7 +75,7 @@ def choose(tasks: Sequence[str] | None, has_texts: bool, key: str, while_trainin
     """Return the measures that a list of tasks names.
 
     Args:
-        tasks: names; ["all"] for all that can run and are not costly; None for the default.
+        tasks: names, "all" among them for all that can run and are not costly; None for the default.
         has_texts: whether the user gave texts.
         key: of the setting, for messages.
         while_training: whether it is the `evaluate:` block that names them.
@@ -87,8 +87,8 @@ def choose(tasks: Sequence[str] | None, has_texts: bool, key: str, while_trainin
     possible = [measure for measure in known.values() if has_texts or not measure.needs_texts]
     if tasks is None:
         return [measure for measure in possible if measure.by_default]
-    if list(tasks) == ["all"]:
-        return [measure for measure in possible if not measure.costly]
+    every = [measure.name for measure in possible if not measure.costly]
+    tasks = [name for task in tasks for name in (every if task == "all" else [task])]
     complaints = Complaints()
     for name in tasks:
         with complaints:
