@@ -21,6 +21,7 @@ from pose_plugin.evaluation.sharded import InStep, agreed, in_step, require_same
 from pose_plugin.utils.distributed import outside_training, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.journal import digest
+from pose_plugin.utils.lengths import lengths_of
 from pose_plugin.utils.log import log
 from pose_plugin.utils.models import unwrap
 
@@ -39,7 +40,7 @@ class EvaluationCallback(TrainerCallback):
 
     Args:
         measures: what is measured.
-        lengths: in tokens.
+        lengths: in tokens; "32k" stands for 32,768.
         tokenizer: default: the trainer's processing class.
         every: steps from one measurement to the next; None measures at the end (and at the start) only.
         at_start: whether to measure before the first step.
@@ -59,7 +60,7 @@ class EvaluationCallback(TrainerCallback):
     def __init__(
         self,
         measures: Sequence[Measure],
-        lengths: Sequence[int],
+        lengths: Sequence[int | str],
         tokenizer: Any = None,
         every: int | None = None,
         at_start: bool = False,
@@ -68,8 +69,10 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         if every is None and not at_start and not at_end:
             raise PoSEError("EvaluationCallback never measures: set every, at_start or at_end")
+        if every is not None and every < 1:
+            raise PoSEError(f"every={every}: give a number of steps of at least 1, or None to measure at the end only")
         self.measures = [measure.model_copy(update={"progress": False}) for measure in measures]
-        self.lengths, self.tokenizer, self.train_length = list(lengths), tokenizer, train_length
+        self.lengths, self.tokenizer, self.train_length = lengths_of(lengths), tokenizer, train_length
         self.every, self.at_start, self.at_end, self.where_possible = every, at_start, at_end, False
         self.trainer: Any = None
         self.results: list[tuple[int, dict[str, Result]]] = []

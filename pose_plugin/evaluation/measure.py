@@ -28,6 +28,7 @@ from pose_plugin.config import PositiveInt
 from pose_plugin.evaluation.prompts import ids_of_each, leading_ids, plain_tokenizer
 from pose_plugin.evaluation.results import Result, Row, Work, joined
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import lengths_of
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,18 @@ class Measure(BaseModel):
         """Return what a result depends on, besides the model and the length; the key of what is kept on the disk."""
         return self.model_dump(exclude={"batch_size", "progress", "answers"})
 
-    def measure(self, model: Any, tokenizer: Any, lengths: Sequence[int]) -> Result:
+    def measure(self, model: Any, tokenizer: Any, lengths: Sequence[int | str]) -> Result:
         """Measure a model at all lengths.
+
+        Args:
+            lengths: in tokens; "32k" stands for 32,768.
 
         Raises:
             PoSEError: what `prepare` raises; a length that does not fit in memory.
         """
         from pose_plugin.evaluation.memory import require_fits
 
-        self.prepare(tokenizer, lengths)
+        self.prepare(tokenizer, lengths_of(lengths))
         for length in self.pieces():
             # Before anything runs: a later length must not end what was started.
             require_fits(model, self.work(length).length)

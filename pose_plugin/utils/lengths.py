@@ -51,3 +51,17 @@ def parse_lengths(text: str) -> list[int]:
     if complaints:
         raise PoSEError("; ".join(complaints))
     return sorted(lengths)
+
+
+def lengths_of(values: Any) -> list[int]:
+    """Return lengths that a Python program gives, one or several: numbers, or texts such as "32k".
+
+    Raises:
+        PoSEError: naming the first that is no length.
+    """
+    listed = [values] if isinstance(values, (int, str)) else list(values)
+    found = [length_or_same(value) for value in listed]
+    for value in found:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise PoSEError(f"lengths={values!r}: {value!r} is not a number of tokens; give e.g. [81920], or ['80k']")
+    return [int(value) for value in found]

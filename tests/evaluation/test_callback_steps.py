@@ -6,6 +6,7 @@ import pytest
 
 from pose_plugin.evaluation.callback import EvaluationCallback
 from pose_plugin.evaluation.measures.passkey import Passkey
+from pose_plugin.utils.errors import PoSEError
 
 
 def steps(monkeypatch, first, last, most, best=False, **when):
@@ -51,3 +52,21 @@ def steps(monkeypatch, first, last, most, best=False, **when):
 )
 def test_when(monkeypatch, first, last, most, when, expected):
     assert steps(monkeypatch, first, last, most, **when) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "when", "message"),
+    [
+        ([200], {"every": 0}, "every=0"),
+        ([200], {"every": -5}, "every=-5"),
+        ([200], {"at_end": False}, "never measures"),
+        (["2x"], {}, "'2x' is not a number of tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_training(lengths, when, message):
+    with pytest.raises(PoSEError, match=message):
+        EvaluationCallback([Passkey()], lengths, **when)
+
+
+def test_lengths_as_in_a_yaml():
+    assert EvaluationCallback([Passkey()], ["2k", 512]).lengths == [2048, 512]

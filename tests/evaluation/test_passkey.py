@@ -9,9 +9,18 @@ from pose_plugin.evaluation.measures.passkey import Passkey, passkey
 from pose_plugin.evaluation.model import greedy
 from pose_plugin.evaluation.prompts import PasskeyBuilder
 from pose_plugin.evaluation.results import Result, Row
+from pose_plugin.utils.errors import PoSEError
 from tests.evaluation.rule_model import RuleModel, constant, right_answer, sometimes_wrong
 
 QUIET = {"progress": False}
+
+
+def test_lengths_are_numbers_or_texts_one_or_several(make_llama, tokenizer):
+    model, options = make_llama(), {"trials": 1, **QUIET}
+    found = passkey(model, tokenizer, [1024], **options)
+    assert passkey(model, tokenizer, ["1k"], **options) == passkey(model, tokenizer, 1024, **options) == found
+    with pytest.raises(PoSEError, match=r"lengths=\[200.5\]: 200.5 is not a number of tokens"):
+        passkey(model, tokenizer, [200.5], **options)
 
 
 def test_a_perfect_model_scores_one(any_tokenizer):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 
 from pose_plugin.config import parse_settings
 from pose_plugin.rope import extend_context
 from pose_plugin.utils.errors import PoSEError
-from pose_plugin.utils.lengths import parse_length, parse_lengths
+from pose_plugin.utils.lengths import lengths_of, parse_length, parse_lengths
 
 LENGTHS = {
     "81920": 81920,
@@ -45,3 +48,11 @@ def test_a_list_of_lengths_is_sorted_and_each_counts_once():
 def test_a_list_names_every_part_that_is_wrong():
     with pytest.raises(PoSEError, match=r"'x' is not .*'-5' is not"):
         parse_lengths("1024,x,-5")
+
+
+def test_lengths_of_a_python_program():
+    assert lengths_of("80k") == [81920] and lengths_of(5) == [5]
+    assert lengths_of((1, "1m", np.int64(7))) == [1, 2**20, 7] and lengths_of([]) == []
+    for wrong in ([2.0], ["x"], [True], [None]):
+        with pytest.raises(PoSEError, match=re.escape(f"{wrong[0]!r} is not a number of tokens")):
+            lengths_of(wrong)

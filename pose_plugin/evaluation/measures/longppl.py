@@ -25,6 +25,7 @@ from pose_plugin.evaluation.measures.perplexity import tokenized
 from pose_plugin.evaluation.prompts import ids_of_each, leading_ids
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.lengths import lengths_of
 from pose_plugin.utils.tables import counted
 
 
@@ -40,7 +41,7 @@ def longppl(
         lengths: of the long context in tokens, the begin-of-text token included.
     """
     measure = LongPPL(texts=list(texts), **options)
-    measure.prepare(tokenizer, lengths)
+    measure.prepare(tokenizer, lengths_of(lengths))
     measure.answers = {n: measure.ask(judge, n) for n in measure.pieces()}
     return measure.measure(model, tokenizer, lengths)
 
