@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from pose_plugin.evaluation.memory import in_batches
-from pose_plugin.evaluation.model import device_of, evaluating, greedy, keeping, prefill, read
+from pose_plugin.evaluation.model import continues, device_of, evaluating, greedy, keeping, prefill, read
 from pose_plugin.evaluation.questions import Question, groups
 from pose_plugin.utils.models import unwrap
 
@@ -46,6 +46,11 @@ def generate(
         (group,) = batch
         shared, budget = group[0].shared, max(question.budget for question in group)
         cache = cached(model, group[0].ids[:shared], chunk)
+        if not continues(model, cache):
+            del cache
+            for question in group:
+                alone([question], None)
+            return [None]
         written = answer(model, cache, [question.ids[shared:] for question in group], budget)
         for question, tokens in zip(group, written, strict=True):
             write(question, tokens[: question.budget])

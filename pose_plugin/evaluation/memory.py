@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import device_of, evaluating, prefill
+from pose_plugin.evaluation.model import continues, device_of, evaluating, prefill
 from pose_plugin.evaluation.questions import Answerer
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
@@ -65,16 +65,21 @@ def in_batches(
     """
     tokens = tokens_at_once(model, length, batch_size)
     found: list[Found] = []
+    whole = fewest_tokens(getattr(unwrap(model), "config", None), length) == length
     # accelerate's find_executable_batch_size would do this, but accelerate is not required by this package, and it
     # begins again from the first item.
     while len(found) < len(items):
         batch = items[len(found) :][: max(1, tokens // length)]
+        if tokens < length and not continues(model):
+            raise TooLittleMemory(
+                f"length={length}: it does not fit in memory whole, and {type(unwrap(model)).__name__} has layers that "
+                "forget what is before each piece; use shorter lengths or a device with more memory"
+            )
         try:
             found += run(batch, tokens if tokens < length else None)
         except torch.OutOfMemoryError as error:
             # Another rank in the same forward would wait forever for one that begins again.
             alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            whole = fewest_tokens(getattr(unwrap(model), "config", None), length) == length
             if not alone or tokens <= SMALLEST or (whole and tokens // 2 < length):
                 raise TooLittleMemory(
                     f"length={length}: out of memory with {tokens} tokens at a time; use shorter lengths"

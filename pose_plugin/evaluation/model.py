@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pose_plugin.evaluation.sharded import InStep
@@ -92,6 +93,33 @@ def prefill(
         for piece in input_ids.split(chunk or input_ids.shape[1], 1):
             logits, cache = read(model, piece, cache, **extra)
     return logits[:, -1], cache
+
+
+def continues(model: Any, cache: Any = None) -> bool:
+    """Return whether the model goes on behind its cache with several tokens as if it had read the whole text.
+
+    Some recurrent layers begin anew with each such piece: those of Bamba, Jamba and MiniMax in transformers 5.16. If
+    there are others than attention, sixteen tokens tell.
+
+    Args:
+        cache: one that the model has made, if there is one.
+    """
+    vocab = unwrap(model).config.get_text_config().vocab_size
+    ids = (torch.arange(16, device=device_of(model)) % vocab)[None]
+    if _attends(cache) or (cache is None and _attends(cache := read(model, ids[:, :8])[1])):
+        return True
+    logits, halves = read(model, ids)[0], read(model, ids[:, 8:], read(model, ids[:, :8])[1])[0]
+    whole, halves = logits[:, -1].float(), halves[:, -1].float()
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    return float((whole - halves).abs().max()) <= (1e-3 if exact else 5e-2) * float(whole.abs().max())
+
+
+def _attends(cache: Any) -> bool:
+    """Return whether a cache holds keys and values alone, or is none of transformers'."""
+    if cache is None or not isinstance(cache, DynamicCache):
+        return cache is not None
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(cache) is DynamicCache and all(type(layer) in plain for layer in cache.layers)
 
 
 @contextmanager

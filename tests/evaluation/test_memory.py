@@ -1,8 +1,12 @@
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from pose_plugin.evaluation import memory
+from pose_plugin.evaluation.generation import generate
 from pose_plugin.evaluation.measures.haystack import Haystack, Wording
 from pose_plugin.evaluation.measures.passkey import passkey
 from pose_plugin.evaluation.memory import (
@@ -14,9 +18,11 @@ from pose_plugin.evaluation.memory import (
     operations,
     tokens_at_once,
 )
+from pose_plugin.evaluation.model import continues, evaluating, greedy, prefill
 from pose_plugin.evaluation.prompts import token_ids
 from pose_plugin.evaluation.results import Work
 from pose_plugin.utils.errors import PoSEError
+from tests.models import LAYERS, build, small_config
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=16)  # fmt: skip
@@ -58,7 +64,6 @@ def test_reading_in_chunks_changes_no_answer(make_llama, kind, tokenizer):
     from transformers import MistralConfig, MistralForCausalLM
 
     from pose_plugin.evaluation.losses import TokenLoss
-    from pose_plugin.evaluation.model import greedy, prefill
 
     model = make_llama()
     if kind == "sliding":
@@ -239,8 +244,6 @@ def test_a_text_whose_length_decides_the_frequencies_is_read_whole(make_llama, m
 
 
 def test_dynamic_frequencies_do_not_depend_on_what_was_read_before(make_llama):
-    from pose_plugin.evaluation.model import evaluating, prefill
-
     model = make_llama(rope_parameters=dict(DYNAMIC), max_position_embeddings=64)
     ids = torch.randint(0, 400, (1, 200), generator=torch.Generator().manual_seed(1))
     found = []
@@ -253,3 +256,55 @@ def test_dynamic_frequencies_do_not_depend_on_what_was_read_before(make_llama):
         found.append(model(ids[:, :64]).logits[:, -1])
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert torch.equal(found[1], make_llama(max_position_embeddings=64)(ids[:, :64]).logits[:, -1])
+
+
+class Forgetful(DynamicCache):
+    """Of a model that begins anew with each piece of several tokens, as Bamba in transformers 5.16 does."""
+
+    @classmethod
+    def of(cls, model):
+        own = model.forward
+
+        @functools.wraps(own)
+        def forward(*args, **given):
+            name = next((name for name in ("cache", "past_key_values") if name in given), None)
+            if name is not None and given["input_ids"].shape[1] > 1:
+                given[name] = cls()
+            return own(*args, **given)
+
+        model.forward = forward
+        return model
+
+
+@pytest.mark.parametrize(
+    ("make", "goes_on"),
+    [
+        (lambda llama: Forgetful.of(llama), False),
+        (lambda llama: build(small_config("lfm2", layer_types=["conv", "full_attention"])), True),
+        (lambda llama: build(small_config("olmo3", **LAYERS)), True),
+        (lambda llama: llama, True),
+    ],
+)
+def test_layers_that_forget_what_is_before_a_piece_are_found_out(make_llama, make, goes_on):
+    """Each question about a text is then read with the text."""
+    model, draw = make(make_llama()), torch.Generator().manual_seed(0)
+    text, *asked = (torch.randint(3, 48, (n,), generator=draw).tolist() for n in (40, 3, 5))
+    questions = [SimpleNamespace(ids=[*text, *ids], budget=4, shared=40) for ids in asked]
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda tokens, **options: tokens)
+    with evaluating(model):
+        assert continues(model) == continues(model, prefill(model, torch.tensor([text]))[1]) == goes_on
+        whole = [greedy(model, torch.tensor([question.ids]), 4)[0].tolist() for question in questions]
+    model.generation_config.eos_token_id = None
+    found: list[list[int]] = []
+    generate(model, tokenizer, questions, lambda question, tokens: found.append(tokens), 50)
+    assert found == whole
+
+
+def test_a_model_whose_layers_forget_is_not_read_in_pieces(make_llama, monkeypatch):
+    model, read = Forgetful.of(make_llama()), []
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 700)
+    monkeypatch.setattr(memory, "bytes_needed", lambda model, length, tokens: tokens)
+    with pytest.raises(memory.TooLittleMemory, match=r"length=1000: .* LlamaForCausalLM has layers that forget"):
+        in_batches(model, range(2), 1000, lambda rows, chunk: read.append(chunk), 1)
+    assert read == []
+    assert in_batches(model, range(2), 600, lambda rows, chunk: [chunk], 1) == [None, None]
