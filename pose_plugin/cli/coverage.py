@@ -158,6 +158,9 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
             )
         parsed = parse_settings(values, where="pose")
         settings.setdefault(_label(parsed), parsed)
+    bordered = [name for name, kind in SAMPLERS.items() if kind.border_finder is not None]
+    if args.every is not None and not any(each.sampler in bordered for each in settings.values()):
+        raise PoSEError(f"--every {args.every} has no effect without --sampler {' or '.join(bordered)}")
     if args.target_length + args.target_margin > MOST_POSITIONS:
         raise PoSEError(
             f"--target-length {args.target_length} and its margin are more than the {MOST_POSITIONS} "

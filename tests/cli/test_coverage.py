@@ -91,6 +91,7 @@ def test_no_figures_needs_no_matplotlib(tmp_path, monkeypatch):
         (["--chunks", 10**9], "chunks=1000000000 are more than the tokens of a window, --train-length 32"),
         (["--compare", "pose:33"], "chunks=33 are more"),
         (["--variant", "own"], "--variant: 'own'"),
+        (["--every", 4], "--every 4 has no effect without --sampler turns or sentences"),
         (["--unskipped-ratio", 1.5], "--unskipped-ratio: '1.5'"),
         (["--compare", "pose,random"], "pose.sampler='random'"),
         (["--compare", "pose:many"], "--compare pose:many: chunks must be a number"),
