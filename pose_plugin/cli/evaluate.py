@@ -148,7 +148,7 @@ class _Asked:
         self.target_length = self._parsed("--target-length", args.target_length, parse_length)
         self.extensions = [self._parsed("--extend", text, parse_extension) for text in args.extend]
         with self._complaints:
-            self.names = names_of(args.label, [*args.models, *(args.served_model or [args.url or ""])])
+            self.names = names_of(args.label, [*args.models, *(args.served_model or filter(None, [args.url]))])
         with self._complaints:
             check_served(args)
         for path in args.models:

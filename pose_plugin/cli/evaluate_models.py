@@ -43,9 +43,9 @@ def names_of(labels: list[str], models: list[str]) -> dict[str, str]:
     for label in labels:
         name, equals, path = label.partition("=")
         if not equals or not name:
-            raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={models[-1]}")
+            raise PoSEError(f"--label {label} must be NAME=PATH, e.g. trained={(models or ['outputs/model'])[-1]}")
         if path not in models:
-            raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models)}")
+            raise PoSEError(f"--label {label}: {path} is none of the models {', '.join(models) or '(none is named)'}")
         if name in names.values():
             raise PoSEError(f"--label {label}: {name} is another model's name already; give each a different name")
         if path in names:
