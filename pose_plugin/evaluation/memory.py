@@ -79,8 +79,8 @@ def in_batches(
             found += run(batch, tokens if tokens < length else None)
         except torch.OutOfMemoryError as error:
             # Another rank in the same forward would wait forever for one that begins again.
-            alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            if not alone or tokens <= SMALLEST or (whole and tokens // 2 < length):
+            in_company = isinstance(model, InStep) or any(hasattr(each, "device_mesh") for each in model.parameters())
+            if in_company or tokens <= SMALLEST or (whole and tokens // 2 < length):
                 raise TooLittleMemory(
                     f"length={length}: out of memory with {tokens} tokens at a time; use shorter lengths"
                 ) from error

@@ -21,6 +21,7 @@ from pose_plugin.evaluation.memory import (
 from pose_plugin.evaluation.model import continues, evaluating, greedy, prefill
 from pose_plugin.evaluation.prompts import token_ids
 from pose_plugin.evaluation.results import Work
+from pose_plugin.evaluation.sharded import InStep
 from pose_plugin.utils.errors import PoSEError
 from tests.models import LAYERS, build, small_config
 
@@ -109,6 +110,26 @@ def test_out_of_memory_halves_the_batch(make_llama):
 
     assert in_batches(make_llama(), range(7), 100, run, 5) == list(range(7))
     assert sizes == [(5, None), (2, None), (2, None), (2, None), (1, None)]
+
+
+def test_only_ranks_in_the_same_forward_do_not_begin_again(make_llama, monkeypatch):
+    """Under DDP each process has a model of its own, and finds what one process finds."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(memory, "gather", lambda value: [value])
+    model, sizes = make_llama(), []
+
+    def run(rows, chunk):
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("full")
+        return list(rows)
+
+    assert in_batches(model, range(3), 100, run, 5) == [0, 1, 2] and sizes == [3, 2, 1]
+    with pytest.raises(memory.TooLittleMemory, match="out of memory with 500 tokens"):
+        in_batches(InStep(model, model, torch.device("cpu")), range(3), 100, run, 5)
+    model.lm_head.weight.device_mesh = "tensor parallel"
+    with pytest.raises(memory.TooLittleMemory, match="out of memory with 500 tokens"):
+        in_batches(model, range(3), 100, run, 5)
 
 
 def test_out_of_memory_with_one_row_reads_it_in_chunks(make_llama):
