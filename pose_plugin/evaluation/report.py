@@ -25,6 +25,7 @@ from pose_plugin.evaluation.figures import Picture
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
 from pose_plugin.evaluation.results import ERRORS, FEWEST, ModelResult, Report, Row
+from pose_plugin.rope.read import far_rope
 from pose_plugin.utils.files import listed_files, staged
 
 ALIKE = (
@@ -191,7 +192,7 @@ def _models(report: Report) -> Table:
     """Return where each model is and how far it reaches, as its config says."""
     rows = []
     for model in report.models:
-        rope = model.facts.get("rope_parameters") or {}
+        rope = far_rope(model.facts.get("rope_parameters"))
         kind = str(rope.get("rope_type", "-")) + (f" × {rope['factor']:g}" if rope.get("factor") else "")
         window = model.facts.get("max_position_embeddings") or model.facts.get("window") or "-"
         rows.append([model.name, str(model.facts.get("path", "-")), f"{window}", kind])

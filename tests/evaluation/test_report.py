@@ -200,12 +200,14 @@ def test_the_same_report_draws_the_same_bytes(report, tmp_path):
     assert [picture.svg.read_bytes() for picture in draw(report, tmp_path)] == first
 
 
-def test_the_page_names_each_model_and_each_note_once(report, tmp_path):
-    report.models[1].facts = {
-        "path": "org/name",
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0},
-    }
+ROPE = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope", [ROPE, {"full_attention": ROPE, "sliding_attention": {"rope_type": "default"}}], ids=["one", "by layer"]
+)
+def test_the_page_names_each_model_and_each_note_once(report, tmp_path, rope):
+    report.models[1].facts = {"path": "org/name", "max_position_embeddings": 2048, "rope_parameters": rope}
     for each in report.models:
         each.notes[:] = ["`length` is 8"]
     write(report, tmp_path)
