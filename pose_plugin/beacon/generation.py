@@ -13,6 +13,11 @@ from pose_plugin.beacon.cache import BeaconCache, digest_of, stream_of
 from pose_plugin.beacon.checks import one_policy, renamed, two_caches
 from pose_plugin.utils.errors import PoSEError
 
+# Arguments of generate with which tokens are guessed, read, and taken back if wrong.
+_GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+# What transformers generates if neither max_new_tokens nor max_length says how much.
+_USUAL_LENGTH = 20
+
 
 class Generation:
     """`generate` and `condense` of BeaconModel."""
@@ -66,6 +71,9 @@ class Generation:
         elif ratios is not None:
             # It has other intervals each time, so the list would fit the first reading only.
             raise PoSEError("ratios: use_cache=False reads the whole text again for each token; give one ratio")
+        if _setting(tuner, kwargs, "max_new_tokens") is None and _setting(tuner, kwargs, "max_length") is None:
+            # transformers would stop at max_position_embeddings, and refuse a longer prompt.
+            kwargs["max_new_tokens"] = _USUAL_LENGTH
         length, room = _lengths(tuner, inputs, kwargs, context)
         stream = past if past is not None else BeaconCache()
         tuner.check_room(stream, length - stream.tokens, policy, room)
@@ -202,8 +210,10 @@ def _driven(tuner: Any, ratio: Any, ratios: Sequence[int] | None, last: int) -> 
         given = list(ratios) if ratios is not None and first else None
         fixed = ratio if ratios is None or not ratios else list(ratios)[-1]
         first = False
-        # After embeddings, generate gives ids; some models get both arguments, one of them None.
-        text: Any = next(kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None)
+        # After embeddings, generate gives ids; some models get both arguments, one of them None. guidance_scale gives
+        # the ids without a name.
+        given_as = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        text: Any = next(each for each in given_as if each is not None)
         cache = kwargs.get(tuner.cache_key)
         left = last - text.shape[1] - (cache.tokens if isinstance(cache, BeaconCache) else 0)
         how = {"ratio": None if given is not None else fixed, "ratios": given, "headroom": max(0, left)}
@@ -246,20 +256,25 @@ def _own_cache(tuner: Any) -> Iterator[None]:
         config.cache_implementation = named
 
 
+def _setting(tuner: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Return a setting of generate as transformers looks it up: in the call, in its config, in the model's."""
+    configs = (kwargs.get("generation_config"), tuner.model.generation_config)
+    found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in found if value is not None), None)
+
+
 def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether tokens are guessed, read, and taken back if wrong (assisted decoding)."""
-    config = kwargs.get("generation_config") or tuner.model.generation_config
-    return any(kwargs.get(n) or getattr(config, n, None) for n in ("assistant_model", "prompt_lookup_num_tokens"))
+    return any(_setting(tuner, kwargs, name) for name in _GUESSING)
 
 
 def _lengths(
     tuner: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any], context: BeaconCache | None
 ) -> tuple[int, int]:
     """Return the tokens of the whole prompt, including a context's, and how many may be generated."""
-    config = kwargs.get("generation_config") or tuner.model.generation_config
-    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-    if new is None and (longest := kwargs.get("max_length", getattr(config, "max_length", None))) is not None:
-        new = longest - (inputs.shape[1] if inputs is not None else 0)
     text = inputs if inputs is not None else kwargs.get("inputs_embeds")
-    length = (0 if text is None else text.shape[1]) + (0 if context is None else context.tokens)
-    return length, max(0, int(new or 0))
+    own = 0 if text is None else text.shape[1]
+    new = _setting(tuner, kwargs, "max_new_tokens")
+    if new is None:
+        new = _setting(tuner, kwargs, "max_length") - own
+    return own + (0 if context is None else context.tokens), max(0, int(new))

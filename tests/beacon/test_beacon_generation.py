@@ -303,6 +303,35 @@ def test_adapt_leaves_room_for_the_answer():
 
 
 @torch.no_grad()
+def test_guidance_reads_the_prompt_twice():
+    """transformers then calls the model with ids that have no name."""
+    model, ids = make_beacon(ratio="adapt"), make_ids(40)
+    how = {"guidance_scale": 1.5, "max_new_tokens": 6, **GREEDY}
+    assert torch.equal(model.generate(ids, **how), make_base().generate(ids, **how))
+    assert model.generate(ids, ratio=4, negative_prompt_ids=make_ids(30, seed=1), **how).shape == (1, 46)
+
+
+def test_how_much_is_generated_is_what_transformers_generates(monkeypatch):
+    """The room that is checked is that of the answer, however its length is given."""
+    model, ids = make_beacon(window=24), make_ids(40)
+    rooms: list[int] = []
+    check = type(model.base_model).check_room
+    monkeypatch.setattr(type(model.base_model), "check_room", lambda *args: (rooms.append(args[-1]), check(*args)))
+    embedded = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    for given, prompt in (({"input_ids": ids}, 40), (embedded, 0)):
+        assert model.generate(**given, max_length=45, **GREEDY).shape == (1, prompt + 5)
+        config = GenerationConfig(max_length=45)
+        assert model.generate(**given, generation_config=config, **GREEDY).shape == (1, prompt + 5)
+    assert rooms == [5] * 4
+    # By default 20 tokens, also behind a text that is longer than the base's window.
+    assert make_beacon().generate(make_ids(200), **GREEDY).shape == (1, 220)
+    with pytest.raises(PoSEError, match="max_new_tokens: 20 tokens do not fit window 24"):
+        model.generate(make_ids(70), **GREEDY)
+    model.generation_config.max_new_tokens = 3
+    assert model.generate(ids, generation_config=GenerationConfig(top_k=1), **GREEDY).shape == (1, 43)
+    assert rooms[-1] == 3
+
+
 def test_removing_tokens():
     """crop can remove the open interval's tokens, as assisted decoding needs, and no others."""
     for layout in ("v1", "v2"):
@@ -368,7 +397,7 @@ def test_assisted_decoding(layout):
     expected = model.generate(ids, max_new_tokens=30, **GREEDY)
     looked_up = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
     in_config = {"generation_config": GenerationConfig(**looked_up)}
-    for how in ({"assistant_model": make_base()}, looked_up, in_config):
+    for how in ({"assistant_model": make_base()}, looked_up, in_config, {"assistant_early_exit": 1}):
         assert torch.equal(model.generate(ids, max_new_tokens=30, **how, **GREEDY), expected)
         cache = BeaconCache()
         assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=30, **how, **GREEDY), expected)
