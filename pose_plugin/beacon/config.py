@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,8 @@ class BeaconConfig(PeftConfig):
                 raise PoSEError(f"{key}: {getattr(self, key)} is more than the interval of {self.interval} tokens")
 
     def _check_ratios(self) -> None:
+        if isinstance(self.ratios, str) or not isinstance(self.ratios, Iterable):
+            raise PoSEError(f"ratios: {self.ratios!r} must be a list of numbers, e.g. [2, 4, 8]")
         given = list(self.ratios)
         if given == list(CANDIDATES):  # the default, without what does not divide a small interval
             given = [ratio for ratio in given if self.interval % ratio == 0]
@@ -107,9 +110,11 @@ class BeaconConfig(PeftConfig):
             if isinstance(value := getattr(self, key), str):
                 _one_of(key, value, names, " or a number")
             else:
-                check_ratio(value, self.interval, key)
+                setattr(self, key, check_ratio(value, self.interval, key))
 
     def _check_choices(self) -> None:
+        _one_of("task_type", self.task_type, ("CAUSAL_LM",))
+        _one_of("attend_previous", self.attend_previous, (True, False))
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("mask", self.mask, MASKS)
         if self.layout == "v2" and (self.mask != STEPWISE or not self.attend_previous):
@@ -117,7 +122,8 @@ class BeaconConfig(PeftConfig):
                 f"mask: {self.mask!r}, attend_previous: {self.attend_previous} have no effect in layout v2, whose mask "
                 "is plain causal; leave them out or use layout v1"
             )
-        self.torch_dtype()
+        if (dtype := self.torch_dtype()) is not None:
+            self.dtype = str(dtype).removeprefix("torch.")  # what JSON can hold
         if self.target_modules == "all-linear":
             raise PoSEError(
                 "target_modules: 'all-linear' is not supported; name the projections, e.g. [q_proj, k_proj, v_proj]"
@@ -159,6 +165,6 @@ class BeaconConfig(PeftConfig):
         return BeaconWindow(window, self.interval, self.interleaved, self.overlap, self.sinks)
 
 
-def _one_of(key: str, value: object, names: tuple[str, ...], also: str = "") -> None:
+def _one_of(key: str, value: object, names: tuple[Any, ...], also: str = "") -> None:
     if value not in names:
         raise PoSEError(f"{key}: {value!r} is not known; choose {', '.join(map(repr, names))}{also}")

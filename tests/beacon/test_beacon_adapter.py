@@ -6,6 +6,7 @@ import copy
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
@@ -304,7 +305,10 @@ BAD = [
     ({"ratio": 3}, "ratio: 3 must be a whole number ≥ 2 that divides the interval of 8"),
     ({"train_ratio": "often"}, "train_ratio: 'often' is not known; choose 'random', 'instance', 'adapt' or a number"),
     ({"ratios": [2, 3]}, "ratios: 3 must be a whole number"),
-    ({"ratios": "2,4"}, "ratios: '2'"),
+    ({"ratios": "2,4"}, "ratios: '2,4' must be a list of numbers"),
+    ({"ratios": 8}, "ratios: 8 must be a list of numbers"),
+    ({"attend_previous": "false"}, "attend_previous: 'false' is not known; choose True, False"),
+    ({"task_type": "SEQ_CLS"}, "task_type: 'SEQ_CLS' is not known; choose 'CAUSAL_LM'"),
     ({"ratios": []}, r"ratios: \[\]"),
     ({"interval": 7}, "divides the interval of 7"),
     ({"rank": -1}, "rank: -1 must be a whole number ≥ 0"),
@@ -319,6 +323,14 @@ BAD = [
 def test_bad_settings(changes, message):
     with pytest.raises(PoSEError, match=message):
         make_config(**changes)
+
+
+def test_values_that_json_cannot_hold_are_saved(tmp_path):
+    """Otherwise the first checkpoint of a run would fail."""
+    config = make_config(dtype=torch.float32, ratio=np.int64(4), train_ratio=np.int64(2), ratios=np.array([2, 4]))
+    config.save_pretrained(tmp_path)
+    loaded = BeaconConfig.from_pretrained(tmp_path)
+    assert (loaded.dtype, loaded.ratio, loaded.train_ratio, loaded.ratios) == ("float32", 4, 2, [2, 4])
 
 
 def test_default_candidates_follow_the_interval():
