@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pose_plugin.beacon.layout import MASKS, RAW, Scheme, lay_out
@@ -110,9 +110,12 @@ def read(path: str | Path, device: torch.device | str) -> tuple[Description, dic
     Raises:
         PoSEError: the file holds something else, or its tensors do not match its description.
     """
-    with safe_open(str(path), framework="pt", device=str(device)) as opened:
-        state = _description(path, (opened.metadata() or {}).get("beacon", "{}"))
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no iterator
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as opened:
+            state = _description(path, (opened.metadata() or {}).get("beacon", "{}"))
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no iterator
+    except SafetensorError as error:  # which does not name the file
+        raise PoSEError(f"cache: {path} is not a whole safetensors file ({error}); condense the text again") from None
     _check_tensors(path, state, tensors)
     return state, tensors
 

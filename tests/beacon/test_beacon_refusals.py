@@ -303,7 +303,7 @@ def test_cut_files_and_other_files(model, tmp_path):
     content = path.read_bytes()
     for size in (0, 8, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:size])
-        with pytest.raises(SafetensorError):
+        with pytest.raises(PoSEError, match="cut is not a whole safetensors file"):
             BeaconCache.load(tmp_path / "cut")
     model.save_pretrained(tmp_path)
     with pytest.raises(PoSEError, match="has format None"):
