@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,18 @@ class Reading:
                 f"{state.memory} beacons at ratio {later}. Give a larger ratio, fewer new tokens, or ratio='adapt', "
                 "which chooses by length"
             )
+
+    def check_length(self, tokens: int, trains: bool) -> None:
+        """Require that a text of this length can be read whole, as a trainer reads it.
+
+        Raises:
+            PoSEError: the step that reads it would stop the run.
+        """
+        config = self.active_config
+        policy = self._ratio_override or (config.train_ratio if trains else config.ratio)
+        if trains or policy != ratios.ADAPT or not self.window.holds_raw(tokens):
+            rng = functools.partial(ratios.generator, config.seed, 0, 0)
+            ratios.plan(self.window, policy, tokens, EMPTY, config.ratios, headroom=config.headroom, rng=rng)
 
     # Each interval has its own layout, so tracing this loop would make a graph for each. Layers that were compiled by
     # themselves still run compiled.

@@ -68,8 +68,8 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
         the callback that was added to the trainer.
 
     Raises:
-        PoSEError: packing, FSDP, context parallelism, reentrant checkpointing, or ZeRO-3 ranks that would read
-            different numbers of intervals.
+        PoSEError: packing, FSDP, context parallelism, reentrant checkpointing, ZeRO-3 ranks that would read different
+            numbers of intervals, or data whose texts are all too short or one too long.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, BeaconCallback):
@@ -78,9 +78,11 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     tuner = find_tuner(trainer.model)
     require_trainable(trainer)
     _pad_on_the_right(trainer)
+    lengths = lengths_of(trainer.train_dataset, getattr(trainer.args, "max_length", None))
+    require_lengths(trainer, tuner, lengths)
     # TRL below 1.16 logs accuracy and entropy from sums that its own chunked loss would have left.
     tuner.report_statistics = getattr(trainer.args, "loss_type", None) == "chunked_nll"
-    sampler = _group(trainer, tuner.active_config.interval, group_by_intervals)
+    sampler = _group(trainer, tuner.active_config.interval, group_by_intervals, lengths)
     if sampler is not None:
         add_mixin(trainer)
         trainer.pose_train_sampler = sampler
@@ -233,7 +235,37 @@ def _pad_on_the_right(trainer: Any) -> None:
         log.info("beacons: rows are padded on the right in training; tokenizer.padding_side was 'left'")
 
 
-def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler | None:
+def require_lengths(trainer: Any, tuner: Any, lengths: list[int] | None) -> None:
+    """Raise before the first step for texts that would train nothing, or would stop the run later.
+
+    Args:
+        lengths: tokens of each training text; None if they are not known.
+
+    Raises:
+        PoSEError: naming the data, the length and the fix.
+    """
+    config = tuner.active_config
+    # Interleaved, beacons of the open interval are read too.
+    if lengths and max(lengths) <= config.interval and not config.interleaved:
+        cut = getattr(trainer.args, "max_length", None)
+        raise PoSEError(
+            f"train_dataset: its longest text has {max(lengths)} tokens, and no text is condensed that is not longer "
+            f"than interval={config.interval}, so no beacon would be trained. Use longer texts or a smaller interval"
+            + (f"; max_length={cut} cuts texts there" if cut == max(lengths) else "")
+        )
+    found = {"train_dataset": lengths}
+    if trainer.args.eval_strategy != "no":
+        evaluated = trainer.eval_dataset
+        parts = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+        found |= {f"eval_dataset {name}".strip(): lengths_of(part) for name, part in parts.items()}
+    for name, each in found.items():
+        try:
+            tuner.check_length(max(each or [1]), name == "train_dataset")
+        except PoSEError as error:
+            raise PoSEError(f"{name}: a text of {max(each or [1])} tokens would stop the run. {error}") from error
+
+
+def _group(trainer: Any, interval: int, wanted: bool | None, lengths: list[int] | None) -> IntervalSampler | None:
     """Return the sampler that orders rows by interval count; None if the trainer's own order will do."""
     args, data = trainer.args, trainer.train_dataset
     ranks, rows = max(1, int(args.world_size)), int(args.per_device_train_batch_size)
@@ -249,7 +281,6 @@ def _group(trainer: Any, interval: int, wanted: bool | None) -> IntervalSampler 
                 "Remove it, or use DDP or ZeRO-2"
             )
         return None
-    lengths = lengths_of(data, getattr(args, "max_length", None))
     if lengths is None:
         if must or wanted:
             raise PoSEError(

@@ -151,9 +151,10 @@ def _about_beacons(plan: Plan) -> list[str]:
             "sequence_len cuts texts shorter"
         ]
     if not beacon.intervals:
+        end = "stops before the first step" if beacon.layout == "v1" else "ends with a warning"
         return [
             f"sequence_len={beacon.text} is not longer than beacon.interval={beacon.interval}: no text is condensed, "
-            "so nothing is trained, and the run ends with a warning. Raise sequence_len, or lower the interval"
+            f"so nothing is trained, and the run {end}. Raise sequence_len, or lower the interval"
         ]
     return []
 

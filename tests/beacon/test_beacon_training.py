@@ -21,7 +21,7 @@ from pose_plugin.beacon import (
 )
 from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import Scheme, lay_out
-from pose_plugin.beacon.trainer import _group, require_trainable
+from pose_plugin.beacon.trainer import _group, lengths_of, require_trainable
 from pose_plugin.utils.errors import PoSEError
 from tests.models import make_base, make_beacon, make_ids
 
@@ -350,10 +350,14 @@ def trainer_for_two(stage: int, padding: int | None):
     )
 
 
+def grouped(trainer, interval: int):
+    return _group(trainer, interval, None, lengths_of(trainer.train_dataset))
+
+
 @pytest.mark.parametrize(("interval", "padding"), [(96, None), (128, 64), (32, 64), (96, 1), (96, 384)])
 def test_padded_ranks_read_the_same_number_of_intervals(interval, padding):
     trainer = trainer_for_two(3, padding)
-    order = list(_group(trainer, interval, None))
+    order = list(grouped(trainer, interval))
     multiple = padding or 1
     padded = [-(-len(trainer.train_dataset[at]["input_ids"]) // multiple) * multiple for at in order]
     counts = [interval_count(tokens, interval) for tokens in padded]
@@ -364,14 +368,14 @@ def test_padding_that_changes_interval_counts_is_refused_under_zero3():
     """100 tokens are padded to 128 and 190 to 192, both two intervals of 96; but 200 to 256 and 280 to 320, three and
     four."""
     with pytest.raises(PoSEError, match="interval=96: rows are padded to a multiple of 64 tokens"):
-        _group(trainer_for_two(3, 64), 96, None)
-    assert _group(trainer_for_two(2, 64), 96, None) is not None  # ranks do not wait for each other within a step
+        grouped(trainer_for_two(3, 64), 96)
+    assert grouped(trainer_for_two(2, 64), 96) is not None  # ranks do not wait for each other within a step
 
 
 def test_a_data_seed_of_zero_is_a_seed():
     trainer = trainer_for_two(2, None)
     trainer.args.data_seed, trainer.args.seed = 0, 5
-    assert list(_group(trainer, 96, None)) == list(_group(trainer_for_two(2, None), 96, None))
+    assert list(grouped(trainer, 96)) == list(grouped(trainer_for_two(2, None), 96))
 
 
 def test_rows_that_were_packed_before_are_refused():

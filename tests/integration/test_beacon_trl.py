@@ -216,8 +216,39 @@ def test_a_run_whose_beacons_get_no_gradient_is_stopped(home):
         forked(case)
 
 
-def test_texts_within_one_interval_are_warned_about(home):
-    assert "no beacon was trained" in run(home, adapter={"interval": 32, "ratios": [2]}, max_length=30).output
+def test_texts_within_one_interval(home):
+    """In layout v2, beacons within the interval are read as well, so such a run goes on."""
+    short = {"interval": 32, "ratios": [2]}
+    with pytest.raises(CaseError, match=r"longest text has 30 tokens.*max_length=30 cuts texts there"):
+        run(home, adapter=short, max_length=30)
+    assert "no beacon was trained" in run(home, adapter={**short, "layout": "v2"}, max_length=30).output
+
+
+def test_texts_that_would_stop_the_run_later(home):
+    def case(judged: Any, adapter: dict[str, Any], strategy: str = "no") -> str:
+        from pose_plugin.beacon.trainer import bind_beacon
+        from pose_plugin.utils.errors import PoSEError
+
+        trainer = trainer_of(home, adapter=adapter)
+        trainer.args.eval_strategy = strategy
+        long = trainer.train_dataset.filter(lambda row: len(row["input_ids"]) > 100)
+        trainer.eval_dataset = {"long": long} if judged == "long" else long.select([]) if judged else None
+        try:
+            bind_beacon(trainer)
+        except PoSEError as error:
+            return str(error)
+        return ""
+
+    ask = functools.partial(forked, case)
+
+    full = {"window": 32, "ratios": [2, 4]}  # holds 16·4 + 16 tokens
+    assert "train_dataset: a text of 111 tokens would stop the run. training text too long" in ask(None, full).value
+    half = {"ratio": 2}  # holds 48·2 + 16 tokens, so 112
+    assert ask("long", half, "steps").value == ""
+    half = {"window": 48, "ratio": 2}
+    found = ask("long", half, "steps").value
+    assert "eval_dataset long: a text of 111 tokens would stop the run. window: 48 positions are full" in found
+    assert ask("long", half).value == ask("empty", half, "steps").value == ""
 
 
 def test_evaluation_that_condenses_nothing_is_warned_about(home):

@@ -158,7 +158,7 @@ def test_the_yaml_is_left_as_it_is(base):
             {"sequence_len": 307200},
             r"sequence_len=307200 tokens will stop the training: training text too long.* a larger window\. A smaller",
         ),
-        ({"sequence_len": 1024}, "no text is condensed, so nothing is trained"),
+        ({"sequence_len": 1024}, "nothing is trained, and the run stops before the first step"),
         ({"max_steps": None}, "the number of steps is not known"),
         ({}, "bf16=True keeps the trained weights in bf16.*learning_rate=5e-05.*above 0.026.*`dtype: float32` in the"),
     ],
