@@ -78,6 +78,7 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     tuner = find_tuner(trainer.model)
     require_trainable(trainer)
     _pad_on_the_right(trainer)
+    _keep_dtype(trainer, tuner)
     lengths = lengths_of(trainer.train_dataset, getattr(trainer.args, "max_length", None))
     require_lengths(trainer, tuner, lengths)
     # TRL below 1.16 logs accuracy and entropy from sums that its own chunked loss would have left.
@@ -233,6 +234,15 @@ def _pad_on_the_right(trainer: Any) -> None:
     if getattr(tokenizer, "padding_side", "right") != "right":
         tokenizer.padding_side = "right"
         log.info("beacons: rows are padded on the right in training; tokenizer.padding_side was 'left'")
+
+
+def _keep_dtype(trainer: Any, tuner: Any) -> None:
+    """Give beacons the dtype of their config again: over a quantised base, TRL casts them to bf16."""
+    dtype = tuner.active_config.torch_dtype()
+    if dtype is None or trainer.is_deepspeed_enabled:
+        return
+    for parameter in trained_parameters(tuner):
+        parameter.data = parameter.data.to(dtype)
 
 
 def require_lengths(trainer: Any, tuner: Any, lengths: list[int] | None) -> None:

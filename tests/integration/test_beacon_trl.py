@@ -251,6 +251,21 @@ def test_texts_that_would_stop_the_run_later(home):
     assert ask("long", half).value == ask("empty", half, "steps").value == ""
 
 
+def test_beacons_keep_their_dtype_over_a_four_bit_base(home):
+    """TRL casts what is trained over such a base to bf16."""
+    pytest.importorskip("bitsandbytes")
+
+    def case() -> list[set[str]]:
+        from pose_plugin.beacon.trainer import bind_beacon
+
+        trainer = trainer_of(home, quantised=True, adapter={"dtype": "float32"})
+        found = [{str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}]
+        bind_beacon(trainer)
+        return [*found, {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}]
+
+    assert forked(case).value == [{"torch.bfloat16"}, {"torch.float32"}]
+
+
 def test_evaluation_that_condenses_nothing_is_warned_about(home):
     """Its loss is the base's, and stays so however long beacons are trained."""
 
