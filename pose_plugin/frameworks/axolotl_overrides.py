@@ -74,8 +74,6 @@ def apply_overrides(cfg: Any) -> None:
     Raises:
         PoSEError: an override of a key inside something that is not a block, or one that Axolotl's command dropped.
     """
-    import yaml
-
     # Only the process of the command `axolotl` itself imports this module.
     commands = sys.modules.get("axolotl.cli.plugins")
     lost = [each for each in sys.argv if _OPTION.fullmatch(each)]
@@ -87,7 +85,7 @@ def apply_overrides(cfg: Any) -> None:
         )
     for name in _BLOCKS:
         if isinstance(cfg.get(name), str):
-            cfg[name] = yaml.safe_load(cfg[name])
+            cfg[name] = _value(name, cfg[name])
     for key in [str(each) for each in cfg]:
         found = _KEY.fullmatch(key)
         if found is None:
@@ -96,8 +94,22 @@ def apply_overrides(cfg: Any) -> None:
         negated, block, path = found.groups()
         if negated:
             raise PoSEError(f"--{key}: a switch of the `{block}:` block is written --{block}.{path} false")
-        value = yaml.safe_load(value) if isinstance(value, str) else value
+        value = _value(f"{block}.{path}", value) if isinstance(value, str) else value
         cfg[block] = _replaced(cfg.get(block), [block, *re.split(r"\.|__", path)], value)
+
+
+def _value(name: str, text: str) -> Any:
+    """Return the value of an option, which is written as in the YAML.
+
+    Raises:
+        PoSEError: it is not YAML.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PoSEError(f"--{name} {text}: the value is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _replaced(block: Any, path: list[str], value: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,10 @@ def test_a_beacon_option_reaches_its_block():
     cfg = {"beacon": {"interval": 1024}, "beacon.interval": "64", "beacon.ratios": "[2, 4]", "sequence_len": 64}
     apply_overrides(cfg)
     assert cfg == {"beacon": {"interval": 64, "ratios": [2, 4]}, "sequence_len": 64}
+    for broken in ({"beacon.ratios": "[2, 4"}, {"beacon": "{interval: 64"}):
+        (name, text), *_ = broken.items()
+        with pytest.raises(PoSEError, match=re.escape(f"--{name} {text}: the value is not valid YAML")):
+            apply_overrides(broken)
 
 
 END = """
