@@ -78,6 +78,8 @@ class PosePlugin(BasePlugin):
         end_without_network()
         apply_overrides(cfg)
         beacon.prepare(cfg)
+        for warning in beacon.without_effect(cfg):
+            log.warning(warning)
         if cfg.get("pose") is not None or beacon.is_beacon(cfg):
             turn_gpu_kernels_off(cfg)
             prepare_cpu_ranks(cfg)

@@ -25,14 +25,17 @@ ADAPTER = "beacon"
 _PACKED = "several texts in one row would be condensed into one another. Set it to false"
 _FSDP = "FSDP keeps parameters divided where beacons need them whole. Use DDP or DeepSpeed ZeRO-2/3"
 _UNTRIED = "it has not been tested"
+_KERNEL = "Axolotl's kernels are for layers of LoRA. Remove it"
 _REFUSED = {
     "sample_packing": _PACKED,
     "eval_sample_packing": _PACKED,
+    "batch_flattening": _PACKED,
     "load_in_8bit": "Axolotl only quantises for adapter: lora and qlora, so the base would silently stay unquantised. "
     "Use load_in_4bit, or train through TRL with peft_config=BeaconConfig(…)",
     "gptq": _UNTRIED,
     "merge_lora": "beacon projections only act on beacon rows and cannot be merged. Load the adapter as it is: import "
     "pose_plugin.beacon, then peft.PeftModel.from_pretrained(base, output_dir)",
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), _KERNEL),
     "relora": "a Beacon adapter cannot be merged, which ReLoRA does at each restart",
     "activation_offloading": _UNTRIED,
     "fsdp": _FSDP,
@@ -106,6 +109,21 @@ def prepare(cfg: Any) -> None:
         _checkpoint(cfg)
 
 
+def without_effect(cfg: Any) -> list[str]:
+    """Return a sentence about keys of other adapters, e.g. left over from a run with LoRA."""
+    theirs = [
+        str(key)
+        for key, value in cfg.items()
+        if str(key).startswith(("lora_", "peft_")) and key != "lora_model_dir" and value
+    ]
+    if not is_beacon(cfg) or not theirs:
+        return []
+    return [
+        f"{', '.join(theirs)}: no effect with adapter: beacon, whose settings are in the `beacon:` block, e.g. rank "
+        "and target_modules. Remove them"
+    ]
+
+
 def _checkpoint(cfg: Any) -> None:
     """Ask for checkpointing that is not reentrant: Axolotl takes reentrant by default.
 
@@ -133,18 +151,30 @@ def _quantise(cfg: Any) -> None:
 
     Axolotl only quantises for adapter: lora and qlora, and would silently load the base unquantised.
     """
-    dtype = "bfloat16" if cfg.get("bf16") else "float16" if cfg.get("fp16") else "float32"
     asked = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_compute_dtype": _compute_dtype(cfg),
         **dict(cfg.get("bnb_config_kwargs") or {}),
     }
     given = dict(cfg.get("overrides_of_model_kwargs") or {})
     cfg["overrides_of_model_kwargs"] = {"quantization_config": asked, **given}
     cfg["load_in_4bit"] = None
     log.info("beacons: the base is loaded in 4 bits, %s", {k: v for k, v in asked.items() if k != "load_in_4bit"})
+
+
+def _compute_dtype(cfg: Any) -> str:
+    """Return the name of the dtype that Axolotl will compute in. It decides only after this, by the same rules."""
+    from transformers.utils import is_torch_bf16_gpu_available
+
+    bf16, fp16 = cfg.get("bf16", "auto"), cfg.get("fp16")
+    if bf16 == "auto":
+        bf16 = not fp16 and is_torch_bf16_gpu_available()
+        fp16 = fp16 or (not bf16 and fp16 is None)
+    if bf16 or cfg.get("bfloat16"):
+        return "bfloat16"
+    return "float16" if fp16 or cfg.get("float16") else "float32"
 
 
 def note_window(model: Any) -> None:
@@ -176,6 +206,11 @@ def load(model: Any, cfg: Any, inference: bool = False, config_only: bool = Fals
         saved = find_tuner(loaded).active_config
         _require_same(cfg, saved, config)
         config = saved
+    elif inference:
+        raise PoSEError(
+            "lora_model_dir=None: the adapter would be an untrained one. Name the trained one: --lora-model-dir "
+            f"{cfg.get('output_dir') or 'FOLDER'}"
+        )
     else:
         loaded = get_peft_model(model, config)
     log.info("beacons: %s", {key: getattr(config, key) for key in dict(cfg.get("beacon") or {})})

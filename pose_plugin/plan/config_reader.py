@@ -98,6 +98,8 @@ def from_yaml(path: str | Path, base: str | None = None, **given: Any) -> Inputs
     warnings = unknown_keys(cfg)
     if inputs.settings:
         warnings += likely_mistakes(_with_numbers(cfg), inputs.settings)
+    if inputs.beacon:
+        warnings += _without_effect(cfg)
     if (inputs.settings or inputs.beacon) and not any(str(name).startswith("pose_plugin") for name in plugins):
         warnings.append(FORGOTTEN_LINE)
     return replace(inputs, warnings=warnings)
@@ -208,6 +210,15 @@ def _check_beacon(cfg: Mapping[str, Any], notes: list[str]) -> None:
         return
     # On a copy, because it changes keys as the run needs them.
     prepare(copy.deepcopy(dict(cfg)))
+
+
+def _without_effect(cfg: Mapping[str, Any]) -> list[str]:
+    """Return the run's warnings about keys of other adapters; none if PEFT is missing."""
+    try:
+        from pose_plugin.frameworks.axolotl_beacon import without_effect
+    except ImportError:
+        return []
+    return without_effect(cfg)
 
 
 # -- what the memory of a step depends on ----------------------------------------------------------------------------

@@ -194,6 +194,8 @@ def test_a_four_bit_base(home):
 REFUSED = {
     "an unknown key": ({"beacon": {"intervall": 16}}, "beacon.intervall is not known"),
     "packing": ({"sample_packing": True}, "sample_packing=True"),
+    "flattening": ({"batch_flattening": "auto"}, "batch_flattening='auto'"),
+    "a kernel": ({"lora_mlp_kernel": True}, "lora_mlp_kernel=True"),
     "8 bit": ({"load_in_8bit": True}, "load_in_8bit=True"),
     "merging": ({"merge_lora": True}, "merge_lora=True"),
     "another adapter": ({"adapter": "lora", "lora_r": 4}, "adapter='lora'"),
@@ -241,10 +243,52 @@ def test_config_only_and_other_adapters(home):
     from axolotl.utils.dict import DictDefault
 
     from pose_plugin.frameworks.axolotl_beacon import load
+    from pose_plugin.utils.errors import PoSEError
 
     model, config = load(None, DictDefault(BEACON), config_only=True)
     assert model is None and config.interval == 16
+    with pytest.raises(PoSEError, match=r"lora_model_dir=None.*--lora-model-dir out"):
+        load(None, DictDefault({**BEACON, "output_dir": "out"}), inference=True)
     assert load(None, DictDefault({"adapter": "lora"})) is None
+
+
+DTYPES = ({}, {"bf16": "auto"}, {"bf16": True}, {"bf16": False}, {"fp16": True}, {"fp16": False}, {"bf16": None})
+DTYPES += ({"bf16": False, "fp16": True}, {"bf16": None, "bfloat16": True}, {"bf16": False, "float16": True})
+
+
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("asked", DTYPES, ids=str)
+def test_a_four_bit_base_computes_as_the_run_does(monkeypatch, asked, able):
+    """Axolotl's default, bf16: auto, is not in the YAML."""
+    import transformers.utils
+    from axolotl.utils import config
+    from axolotl.utils.dict import DictDefault
+
+    from pose_plugin.frameworks.axolotl_beacon import prepare
+
+    for module in (config, transformers.utils):
+        monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: able)
+    ours = DictDefault({**BEACON, **asked, "load_in_4bit": True})
+    prepare(ours)
+    theirs = DictDefault({"bf16": "auto", **asked})
+    config.resolve_dtype(theirs)
+    found = ours["overrides_of_model_kwargs"]["quantization_config"]["bnb_4bit_compute_dtype"]
+    assert f"torch.{found}" == str(theirs.torch_dtype)
+
+
+def test_keys_of_lora_are_named(home):
+    given = {**BEACON, "lora_r": 8, "lora_dropout": 0.0, "peft_use_dora": True, "lora_model_dir": "x"}
+
+    def case() -> None:
+        load_cfg(base_yaml(home, **given))
+
+    sentence = "lora_r, peft_use_dora: no effect with adapter: beacon"
+    assert sentence in forked(case).output
+
+    from pose_plugin.plan.config_reader import from_yaml
+
+    (home / "with_lora.yaml").write_text(yaml.safe_dump(base_yaml(home, **given)))
+    assert any(each.startswith(sentence) for each in from_yaml(home / "with_lora.yaml").warnings)
 
 
 def test_an_adapter_trained_otherwise_is_refused(home, whole):
