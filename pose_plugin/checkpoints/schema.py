@@ -120,7 +120,12 @@ class Adapter(Part):
     rank_pattern: dict[str, Any] | None = None  # a rank each; of AdaLoRA, a list
     init_lora_weights: Any = None
     use_dora: bool | None = None
+    use_rslora: bool | None = None
     modules_to_save: list[str] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+    bias: str | None = None
+    lora_bias: bool | None = None
+    trainable_token_indices: Any = None
 
 
 class _RopeOfRecord(Part):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from pose_plugin.utils.errors import PoSEError
 
 # Starts of LoRA that PEFT subtracts from the base's weights, also when it loads the adapter. Engines do not.
 _OFF_THE_BASE = ("pissa", "olora", "corda")
+# Of LoRA: vLLM refuses all but the patterns, which older versions do not read; SGLang 0.5 leaves all of them out.
+_PARTLY_READ = ("bias", "lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+# Virtual tokens and others that change no weights of the base.
+_NOT_MERGEABLE = ("PROMPT", "P_TUNING", "PREFIX", "MULTITASK_PROMPT", "ADAPTION_PROMPT", "CPT", "CARTRIDGE", "XLORA")
 
 
 @dataclass
@@ -39,6 +44,7 @@ def serve(
     full: Callable[[str], str],
     lora: Callable[[str], str],
     notes: list[str],
+    refused: str | None = None,
 ) -> Export:
     """Return the lines of an engine that runs full models and adapters.
 
@@ -47,10 +53,11 @@ def serve(
         full: gives the line for the folder of a full model, one shell word.
         lora: gives the line for the adapter on this base, one shell word.
         notes: of the engine, about either.
+        refused: why this engine cannot load the adapter, if it is one.
     """
     if saved.base is None:
         return Export([full(quoted(saved))], notes)
-    why = needs_merging(saved)
+    why = needs_merging(saved) or refused
     if why is None:
         return Export(
             [lora(shlex.quote(saved.base_name))],
@@ -61,7 +68,17 @@ def serve(
 
 
 def merge_lines(saved: Saved, output: str) -> list[str]:
-    """Return the lines that merge an adapter into a full model, for engines that need one."""
+    """Return the lines that merge an adapter into a full model, for engines that need one.
+
+    Raises:
+        PoSEError: PEFT cannot merge an adapter of this kind.
+    """
+    kind = str(saved.adapter.peft_type) if saved.adapter else ""
+    if kind.startswith(_NOT_MERGEABLE):
+        raise PoSEError(
+            f"{saved.path} has peft_type={kind}, which no engine loads and PEFT cannot merge into the base. Load it "
+            "with transformers and PEFT: --engine transformers"
+        )
     code = (
         f"from pose_plugin import load_extended; load_extended({str(saved.shown)!r}).merge_and_unload()"
         f".save_pretrained({output!r})"
@@ -74,15 +91,21 @@ def merge_lines(saved: Saved, output: str) -> list[str]:
 
 def needs_merging(saved: Saved) -> str | None:
     """Return why an engine cannot load this adapter on its base, or None."""
-    if saved.adapter is not None and saved.adapter.peft_type not in (None, "LORA"):
-        return f"the adapter has peft_type={saved.adapter.peft_type}, and engines load LoRA only"
-    if saved.adapter is not None and saved.adapter.modules_to_save:
-        return f"the adapter has modules_to_save={saved.adapter.modules_to_save}, which engines do not load"
-    if saved.adapter is not None and saved.adapter.use_dora:
+    adapter = saved.adapter
+    if adapter is None:
+        return None
+    if adapter.peft_type not in (None, "LORA"):
+        return f"the adapter has peft_type={adapter.peft_type}, and engines load LoRA only"
+    if adapter.modules_to_save:
+        return f"the adapter has modules_to_save={adapter.modules_to_save}, which engines do not load"
+    if adapter.use_dora:
         return "the adapter has use_dora=true, and engines load no DoRA adapters"
-    start = saved.adapter.init_lora_weights if saved.adapter is not None else None
+    start = adapter.init_lora_weights
     if isinstance(start, str) and start.startswith(_OFF_THE_BASE):
         return f"the adapter has init_lora_weights={start}, which takes a part out of the base's weights"
+    for name in _PARTLY_READ:
+        if (value := getattr(adapter, name)) and value != "none":
+            return f"the adapter has {name}={value}, which engines refuse or leave out"
     return None
 
 
@@ -148,6 +171,11 @@ def as_json(values: dict[str, Any]) -> str:
     return shlex.quote(json.dumps(values))
 
 
+def served_name(saved: Saved) -> str:
+    """Return the folder's name in characters that every engine takes in the name of a model."""
+    return re.sub(r"[^A-Za-z0-9_.-]+|\.\.+", "-", saved.name).strip("-.")[:80] or "model"
+
+
 def lora_named(saved: Saved) -> str:
     """Return NAME=FOLDER as one shell word."""
-    return shlex.quote(f"{saved.name}={saved.shown}")
+    return shlex.quote(f"{served_name(saved)}={saved.shown}")

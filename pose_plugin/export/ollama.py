@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export import llama_cpp
-from pose_plugin.export.common import Export
+from pose_plugin.export.common import Export, served_name
 
 
 def export(saved: Saved) -> Export:
@@ -21,7 +21,7 @@ def export(saved: Saved) -> Export:
     # Ollama looks for a relative path from the Modelfile on.
     source = file.resolve() if saved.gguf else f"./{file.name}"
     modelfile = f"FROM {source}\nPARAMETER num_ctx {saved.maximum}\n"
-    name = shlex.quote(saved.name)
+    name = served_name(saved)
     return Export(
         [
             *conversion.lines[:-1],

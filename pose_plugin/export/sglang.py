@@ -45,4 +45,8 @@ def export(saved: Saved) -> Export:
             f"--tokenizer-path {common.quoted(saved)} {limit}{passed(True)}"
         ),
         notes=notes,
+        # sgl-project/sglang#40835
+        refused="the adapter has use_rslora=true, whose scale SGLang leaves out"
+        if saved.adapter and saved.adapter.use_rslora
+        else None,
     )

@@ -8,6 +8,9 @@ from pose_plugin.export.common import Export
 from pose_plugin.export.engines import rules_of, taken
 from pose_plugin.utils.errors import PoSEError
 
+# vLLM accepts these ranks only.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
 
 def export(saved: Saved) -> Export:
     """Return the line that starts a server.
@@ -45,7 +48,9 @@ def export(saved: Saved) -> Export:
     if abs(saved.extra_attention - 1) > 1e-6:
         changes = {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}
         notes.append("vLLM before 0.30 does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1")
-    if saved.base is not None and common.needs_merging(saved) is None:
+    rank = saved.adapter.r if saved.adapter and saved.adapter.r else 16
+    refused = f"the adapter has r={rank}, and vLLM takes ranks up to {_RANKS[-1]}" if rank > _RANKS[-1] else None
+    if saved.base is not None and not (refused or common.needs_merging(saved)):
         notes.append(
             "the tokenizer of the base may have a lower limit, which would also count, so --tokenizer is given"
         )
@@ -62,15 +67,17 @@ def export(saved: Saved) -> Export:
         saved,
         full=lambda folder: f"vllm serve {folder} {limit}{passed(False)}",
         lora=lambda base: (
-            f"vllm serve {base}{common.revision(saved)} --enable-lora --lora-modules {common.lora_named(saved)} "
-            f"--max-lora-rank {_rank(saved)} --tokenizer {common.quoted(saved)} {limit}{passed(True)}"
+            f"vllm serve {base}{common.revision(saved)} --enable-lora --lora-modules {_lora_module(saved)} "
+            f"--max-lora-rank {next(size for size in _RANKS if size >= rank)} --tokenizer {common.quoted(saved)} "
+            f"{limit}{passed(True)}"
         ),
         notes=list(dict.fromkeys(notes)),
+        refused=refused,
     )
 
 
-def _rank(saved: Saved) -> int:
-    # vLLM accepts these ranks only.
-    ranks = [saved.adapter.r, *(saved.adapter.rank_pattern or {}).values()] if saved.adapter else []
-    rank = max((each for each in ranks if each), default=16)
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+def _lora_module(saved: Saved) -> str:
+    """Return the adapter's name and folder as one shell word; vLLM takes NAME=FOLDER without more = or commas."""
+    if not set("=,") & set(str(saved.shown)):
+        return common.lora_named(saved)
+    return common.as_json({"name": common.served_name(saved), "path": str(saved.shown)})

@@ -196,11 +196,55 @@ def test_adapters_that_start_from_a_part_of_the_base_are_merged_first(home, tmp_
         assert "merge_and_unload" in made.lines[0] and "init_lora_weights=pissa" in made.notes[-1]
 
 
-def test_the_base_s_revision_and_the_largest_rank_are_passed(home, tmp_path):
+PARTS = [
+    ({"bias": "all"}, {"vllm", "sglang"}),
+    ({"lora_bias": True}, {"vllm", "sglang"}),
+    ({"rank_pattern": {"q_proj": 48}}, {"vllm", "sglang"}),
+    ({"alpha_pattern": {"q_proj": 48}}, {"vllm", "sglang"}),
+    ({"trainable_token_indices": [3]}, {"vllm", "sglang"}),
+    ({"use_rslora": True}, {"sglang"}),
+    ({"r": 1024}, {"vllm"}),
+    ({"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "r": 512}, set()),
+]
+
+
+@pytest.mark.parametrize(("changes", "merged"), PARTS, ids=str)
+def test_adapters_that_engines_refuse_or_read_in_part_are_merged_first(home, tmp_path, changes, merged):
+    folder = Path(shutil.copytree(home / "yarn adapter", tmp_path / "adapter"))
+    edit(folder / "adapter_config.json", lambda values: values.update(changes))
+    for engine in ("vllm", "sglang"):
+        made = exporter(engine)(read_saved(folder))
+        assert ("merge_and_unload" in made.lines[0]) == (engine in merged)
+        assert (f"the adapter has {next(iter(changes))}=" in made.notes[-1]) == (engine in merged)
+
+
+@pytest.mark.parametrize("kind", ["CARTRIDGE", "PROMPT_TUNING"])
+def test_adapters_that_cannot_be_merged_are_refused(home, tmp_path, kind):
+    folder = Path(shutil.copytree(home / "yarn adapter", tmp_path / "adapter"))
+    edit(folder / "adapter_config.json", lambda values: values.update(peft_type=kind))
+    for engine in ("vllm", "sglang", "llama.cpp", "mlx", "tgi"):
+        with pytest.raises(PoSEError, match=f"peft_type={kind}, which no engine loads"):
+            exporter(engine)(read_saved(folder))
+    assert exporter("transformers")(read_saved(folder)).lines
+
+
+def test_names_that_an_engine_would_refuse(home, tmp_path):
+    """Ollama takes no spaces, and vLLM and SGLang split NAME=FOLDER at a =."""
+    folder = Path(shutil.copytree(home / "yarn adapter", tmp_path / "my lr=1e-4, v2.0"))
+    assert exporter("ollama")(read_saved(folder)).lines[-1] == "ollama run my-lr-1e-4-v2.0"
+    named = options(exporter("vllm")(read_saved(folder)).lines[0])["--lora-modules"]
+    assert json.loads(named) == {"name": "my-lr-1e-4-v2.0", "path": str(folder)}
+    named = options(exporter("sglang")(read_saved(folder)).lines[0])["--lora-paths"]
+    assert named.split("=", 1) == ["my-lr-1e-4-v2.0", str(folder)]
+    plain = options(exporter("vllm")(read_saved(home / "yarn adapter")).lines[0])["--lora-modules"]
+    assert plain.split("=") == ["yarn-adapter", str(home / "yarn adapter")]
+
+
+def test_the_base_s_revision_and_the_rank_are_passed(home, tmp_path):
     folder = tmp_path / "adapter"
     shutil.copytree(home / "yarn adapter", folder)
     edit(folder / "adapter_config.json", lambda values: values.update(
-        base_model_name_or_path="some/base", revision="v1.5", rank_pattern={"q_proj": 48}))  # fmt: skip
+        base_model_name_or_path="some/base", revision="v1.5", r=48))  # fmt: skip
     for engine in ("vllm", "sglang"):
         assert options(exporter(engine)(read_saved(folder)).lines[0])["--revision"] == "v1.5"
     assert options(exporter("vllm")(read_saved(folder)).lines[0])["--max-lora-rank"] == "64"
@@ -409,7 +453,7 @@ def test_an_existing_modelfile_is_not_overwritten(tmp_path, capsys):
     assert main(["export", str(tmp_path / "my model"), "--engine", "ollama"]) == 0
     out = capsys.readouterr().out
     assert file.read_text() == "FROM mine\n" and f"{file} exists" in out
-    assert f"ollama create 'my model' -f '{file}'" in out
+    assert f"ollama create my-model -f '{file}'" in out
 
 
 def test_only_weights_are_linked_into_the_older_form(tmp_path):
