@@ -11,7 +11,7 @@ from peft import PeftConfig
 from pose_plugin.beacon.layout import MASKS, STEPWISE, Scheme
 from pose_plugin.beacon.ratios import ADAPT, CANDIDATES, RANDOM, TRAINING_POLICIES, BeaconWindow, check_ratio
 from pose_plugin.beacon.register import peft_type
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, regular_expression
 
 LAYOUTS = ("v1", "v2")
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -74,11 +74,8 @@ class BeaconConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = peft_type()
         self.task_type = self.task_type or "CAUSAL_LM"
-        # PEFT matches names in a set exactly, and a string as a regular expression.
-        if isinstance(self.target_modules, list | tuple):
-            self.target_modules = set(self.target_modules)  # type: ignore[assignment]
-        if isinstance(self.exclude_modules, list | tuple):
-            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        self.target_modules = _names("target_modules", self.target_modules)
+        self.exclude_modules = _names("exclude_modules", self.exclude_modules)
         self._check_numbers()
         self._check_ratios()
         self._check_choices()
@@ -128,7 +125,7 @@ class BeaconConfig(PeftConfig):
             raise PoSEError(
                 "target_modules: 'all-linear' is not supported; name the projections, e.g. [q_proj, k_proj, v_proj]"
             )
-        # A string is a regular expression; the model checks what it matches.
+        # The model checks what a regular expression matches.
         names = set() if isinstance(self.target_modules, str) else set(self.target_modules or ())
         if named := sorted(names & _EMBEDDINGS):
             raise PoSEError(
@@ -163,6 +160,18 @@ class BeaconConfig(PeftConfig):
     def sizes(self, window: int) -> BeaconWindow:
         """Return the window arithmetic for a resolved window size."""
         return BeaconWindow(window, self.interval, self.interleaved, self.overlap, self.sinks)
+
+
+def _names(key: str, value: Any) -> Any:
+    """Return what PEFT takes: names in a set, which it matches exactly, a regular expression, or None."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        regular_expression(key, value)
+        return value
+    if not isinstance(value, list | tuple | set) or not all(isinstance(each, str) for each in value):
+        raise PoSEError(f"{key}: {value!r} must be a list of names, e.g. [q_proj, k_proj, v_proj]")
+    return set(value)
 
 
 def _one_of(key: str, value: object, names: tuple[Any, ...], also: str = "") -> None:

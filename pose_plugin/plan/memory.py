@@ -15,14 +15,13 @@ With gradient checkpointing each layer keeps only its input, 2·hidden, and one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pose_plugin.rope.live import skeleton
 from pose_plugin.rope.read import as_config
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, regular_expression
 
 Method = Literal["full", "lora", "qlora", "8bit", "beacon"]
 # Bits of an NF4 weight: 4, one 8-bit constant per 64 weights, and one 32-bit constant per 256 of these constants.
@@ -90,12 +89,14 @@ class Architecture:
             names: endings of module names, a regular expression, or "all-linear".
 
         Raises:
-            PoSEError: a name selects nothing. PEFT ignores it if another name selects something.
+            PoSEError: a name selects nothing, which PEFT ignores if another name selects something; or the text is no
+                regular expression.
         """
         if names == "all-linear":
             return [name for name in self.linear if name != self.head]
         if isinstance(names, str):
-            found = {names: [name for name in self.linear if re.fullmatch(names, name)]}
+            pattern = regular_expression("target modules", names)
+            found = {names: [name for name in self.linear if pattern.fullmatch(name)]}
         else:
             found = {each: [name for name in self.linear if f".{name}".endswith(f".{each}")] for each in names}
         missing = [each for each, selected in found.items() if not selected]

@@ -32,6 +32,22 @@ def shown(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
+def regular_expression(key: str, text: str) -> re.Pattern[str]:
+    """Return a compiled regular expression.
+
+    Args:
+        key: the setting, for the message.
+        text: its value.
+
+    Raises:
+        PoSEError: the text is none.
+    """
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise PoSEError(f"{key}: {text!r} is not a regular expression ({error}); give a list of names") from None
+
+
 class Complaints:
     """Collect PoSEErrors, to raise all of them at once.
 

@@ -316,6 +316,9 @@ BAD = [
     ({"dtype": "int8"}, "dtype: 'int8'"),
     ({"target_modules": ["k_proj", "embed_tokens"]}, r"target_modules: \['embed_tokens'\] would save the whole base"),
     ({"target_modules": "all-linear"}, "target_modules: 'all-linear'"),
+    ({"target_modules": 5}, "target_modules: 5 must be a list of names"),
+    ({"exclude_modules": [["q_proj"]]}, r"exclude_modules: \[\['q_proj'\]\] must be a list of names"),
+    ({"target_modules": "("}, r"target_modules: '\(' is not a regular expression \(missing"),
 ]
 
 

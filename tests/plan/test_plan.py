@@ -597,6 +597,11 @@ def test_values_of_a_wrong_type_are_named(base, changes, text):
         from_values(values(base, **changes))
 
 
+def test_target_modules_that_are_no_regular_expression(base):
+    with pytest.raises(PoSEError, match=r"target modules: '\(' is not a regular expression"):
+        make_plan(from_values(values(base, adapter="lora", lora_r=8, lora_target_modules="(")), draws=20)
+
+
 def test_a_held_out_part_larger_than_the_data_and_steps_below_zero(base, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 96)
     data = {"max_steps": -1, "datasets": [{"path": str(tmp_path / "rows.jsonl")}]}
