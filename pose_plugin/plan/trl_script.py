@@ -36,6 +36,7 @@ _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "bf16": ("bf16", True),
     "fp16": ("fp16", False),
 }
+_WITH_A_GPU = ("torch.cuda.is_available()", "torch.cuda.is_bf16_supported()")
 # Methods of a data set that leave rows out; how many a filter leaves is not known either, but most leave nearly all.
 _PARTS = ("train_test_split", "select", "shard", "take", "skip")
 # Words of errors about a YAML, and what a script has in their place.
@@ -74,6 +75,8 @@ def inputs_of_script(text: str, name: str, base: str | None = None, **given: Any
         for word, replacement in _IN_A_SCRIPT.items():
             message = re.sub(word, replacement, message)
         raise PoSEError(f"{name}: {message}") from None
+    if "LoraConfig" in script.calls and script.get("LoraConfig", "target_modules") is None:
+        inputs = replace(inputs, run=replace(inputs.run, lora_targets=_usual_targets(inputs)))
     if values["deepspeed"]:
         return inputs  # its bf16 weights have a float32 copy, however the model was loaded
     dtype = script.dtype or str(inputs.config.get("dtype") or inputs.config.get("torch_dtype"))
@@ -84,6 +87,16 @@ def inputs_of_script(text: str, name: str, base: str | None = None, **given: Any
     else:
         run = replace(inputs.run, weight_bytes=4 if wide else 2)
     return replace(inputs, run=run, bf16=lossy_bf16(values, run))
+
+
+def _usual_targets(inputs: Inputs) -> list[str] | str:
+    """Return the modules that PEFT adapts if LoraConfig names none: of a Llama, q_proj and v_proj."""
+    try:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+    except ImportError:
+        return inputs.run.lora_targets
+    found = USUAL.get(str(inputs.config.get("model_type")), inputs.run.lora_targets)
+    return found if isinstance(found, str) else list(found)
 
 
 class _Script:
@@ -204,10 +217,14 @@ class _Script:
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces the names of constants by their values."""
+    """Replaces the names of constants by their values. A plan is for a machine with a GPU that computes in bf16."""
 
     def __init__(self, constants: dict[str, ast.expr]) -> None:
         self.constants = constants
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.constants.get(node.id, node)
+        found = self.constants.get(node.id, node)
+        return self.visit_Call(found) if isinstance(found, ast.Call) else found
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        return ast.Constant(True) if ast.unparse(node) in _WITH_A_GPU else node

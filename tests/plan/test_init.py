@@ -246,6 +246,22 @@ def test_plan_reads_any_trl_script(folder, capsys):
     (folder / "s.py").write_text(SCRIPT + "\nLoraConfig(r=4, target_modules=['q_proj'], modules_to_save=['norm'])\n")
     run = from_script("s.py").run
     assert (run.method, run.lora_rank, run.lora_targets, run.saved_modules) == ("lora", 4, ["q_proj"], ["norm"])
+    # PEFT's own choice, for each type of model.
+    for given in ("", ", target_modules=None"):
+        (folder / "s.py").write_text(SCRIPT + f"\nLoraConfig(r=4{given})\n")
+        assert sorted(from_script("s.py").run.lora_targets) == ["q_proj", "v_proj"]
+
+
+def test_a_script_that_asks_for_the_gpu_is_planned_for_one(folder):
+    for text in ("bf16=torch.cuda.is_available()", "bf16=gpu"):
+        script = SCRIPT.replace("bf16=True", text).replace("torch.float32", "torch.bfloat16")
+        (folder / "s.py").write_text("gpu = torch.cuda.is_available()\n" + script)
+        assert from_script("s.py").bf16 == "bf16=True"
+    page = (Path(__file__).parent.parent.parent / "docs" / "trl.md").read_text(encoding="utf-8")
+    (snippet,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.S) if "from_pretrained(base, " in each]
+    (folder / "page.py").write_text('base = "base"\n' + snippet)
+    found = from_script("page.py")
+    assert (found.run.window, found.steps, found.run.trained_bytes) == (2048, 1000, 4)
 
 
 @pytest.mark.parametrize(
