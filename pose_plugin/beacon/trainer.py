@@ -34,6 +34,8 @@ from pose_plugin.utils.distributed import gather, together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.log import log, show_log
 
+# In fp16, the loss scale begins at 2^16. DeepSpeed halves it at the second overflow.
+_MOST_OVERFLOWS = 20
 _CONDENSED = "several texts in one row would be condensed into one another"
 _PACKED, _PACKED_BEFORE = f"{_CONDENSED}. Set it to False", f"{_CONDENSED}. Give one text per row"
 _REFUSED = dict.fromkeys(("packing", "eval_packing", "padding_free"), _PACKED)
@@ -103,6 +105,7 @@ class BeaconCallback(TrainerCallback):
         self.sampler = sampler
         self._watch: GradientWatch | None = None
         self._judged = False
+        self._overflows = 0
         self._next_epoch = self._condensed = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,7 +130,7 @@ class BeaconCallback(TrainerCallback):
         self._condensed = find_tuner(kwargs["model"]).condensed_since_step
         if self._watch is None:
             return
-        norm = self._norm(kwargs["model"])
+        norm = self._norm(kwargs["model"], bool(getattr(args, "fp16", False)))
         if norm is not None:
             self._watch.remove()
             self._watch, self._judged = None, True
@@ -145,8 +148,8 @@ class BeaconCallback(TrainerCallback):
                 tuner.window.size,
             )
 
-    def _norm(self, model: Any) -> float | None:
-        """Return the norm of all ranks' gradients; None if no rank condensed anything.
+    def _norm(self, model: Any, scaled: bool) -> float | None:
+        """Return the norm of all ranks' gradients; None if it says nothing yet, e.g. if no rank condensed anything.
 
         A rank whose labels are all before its first beacon has no gradient, which is fine as long as another rank has
         one. If none has, all stop.
@@ -158,6 +161,12 @@ class BeaconCallback(TrainerCallback):
         if not norms:
             return None
         norm = math.hypot(*norms)
+        if scaled and not math.isfinite(norm) and self._overflows < _MOST_OVERFLOWS:
+            # The loss scale was too large; this step is skipped, and the scale is halved.
+            self._overflows += 1
+            self._watch.remove()
+            self._watch = None
+            return None
         if not 0 < norm < math.inf:
             with together():
                 check_beacon_gradients(model, gradient=self._watch.norm)

@@ -21,7 +21,7 @@ from pose_plugin.beacon import (
 )
 from pose_plugin.beacon.cache import IntervalView
 from pose_plugin.beacon.layout import Scheme, lay_out
-from pose_plugin.beacon.trainer import _group, lengths_of, require_trainable
+from pose_plugin.beacon.trainer import BeaconCallback, _group, lengths_of, require_trainable
 from pose_plugin.utils.errors import PoSEError
 from tests.models import make_base, make_beacon, make_ids
 
@@ -348,6 +348,29 @@ def trainer_for_two(stage: int, padding: int | None):
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))),
         data_collator=SimpleNamespace(pad_to_multiple_of=padding),
     )
+
+
+def judged(fp16: bool, scales: list[float]) -> list[bool]:
+    """Say after each step, with its loss scale, whether the callback has judged the gradient."""
+    model, callback, found = make_beacon().train(), BeaconCallback(), []
+    args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=0, is_world_process_zero=True)
+    for scale in scales:
+        callback.on_step_begin(args, state, None, model=model)
+        (model(make_ids(20), labels=make_ids(20), ratio=4).loss * scale).backward()
+        callback.on_step_end(args, state, None, model=model)
+        found.append(callback._judged)
+    callback.on_train_end(args, state, None)
+    return found
+
+
+def test_an_overflow_of_the_loss_scale_is_not_judged(monkeypatch):
+    """The scaler skips such a step, and halves the scale."""
+    monkeypatch.setattr("pose_plugin.beacon.trainer._MOST_OVERFLOWS", 2)
+    over = math.inf
+    assert judged(True, [over, over, 1.0, over]) == [False, False, True, True]
+    for fp16, scales in ((False, [over]), (True, [over] * 3), (True, [over, 0.0])):
+        with pytest.raises(PoSEError, match=r"the beacons' gradient norm is (nan|0|inf)"):
+            judged(fp16, scales)
 
 
 def grouped(trainer, interval: int):
