@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from pose_plugin.beacon import files, leaving
 from pose_plugin.beacon.layout import RAW, Pass, Scheme
@@ -397,6 +397,11 @@ def stream_of(cache: Any) -> BeaconCache:
     # Not `cache or …`: an empty DynamicCache is true, and one with a prompt in it must not be dropped.
     if isinstance(cache, BeaconCache):
         return cache
+    if cache is not None and not isinstance(cache, Cache):
+        raise PoSEError(
+            f"cache: a {type(cache).__name__} is no cache; give a BeaconCache, from model.condense(ids), "
+            "BeaconCache.load(path) or BeaconCache()"
+        )
     if cache is not None and cache.get_seq_length():
         raise PoSEError(
             f"cache: a {type(cache).__name__} with {cache.get_seq_length()} tokens cannot be continued; give a "

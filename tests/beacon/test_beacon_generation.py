@@ -253,6 +253,9 @@ def test_a_fresh_dynamic_cache_is_empty():
     make_base()(ids[:, :4], past_key_values=used, use_cache=True)
     with pytest.raises(PoSEError, match="a DynamicCache with 4 tokens cannot be continued"):
         model(ids[:, 4:], past_key_values=used)
+    for other in ("document.safetensors", ((1, 2),)):
+        with pytest.raises(PoSEError, match=f"a {type(other).__name__} is no cache; give a BeaconCache"):
+            model.generate(ids, context=other, max_new_tokens=2)
     assert bool(BeaconCache())  # so that `cache or new` keeps it
     assert model(ids, past_key_values=(own := BeaconCache())) is not None
     assert own.tokens == 30
