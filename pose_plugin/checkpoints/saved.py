@@ -15,6 +15,7 @@ from pose_plugin.utils.files import read_json
 
 RECORD = "pose.json"
 ADAPTER = "adapter_config.json"
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 # transformers writes 10**30 for a tokenizer without a limit.
 NO_LIMIT = 10**18
 # Most families' classes have this base if their config names none.
@@ -91,6 +92,11 @@ class Saved:
     def shown(self) -> Path:
         """The folder as printed lines name it."""
         return self.printed or self.path
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder holds a tokenizer; adapters of other trainers often hold none."""
+        return any((self.path / name).is_file() for name in _TOKENIZERS)
 
     @property
     def condenses(self) -> bool:

@@ -87,7 +87,7 @@ def add_export(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace]
 def _export(args: argparse.Namespace) -> int:
     from pose_plugin.checkpoints.saved import read_saved
     from pose_plugin.export import OLDER_READERS, exporter
-    from pose_plugin.export.common import require_older_form
+    from pose_plugin.export.common import missing_tokenizer, require_older_form
     from pose_plugin.utils.files import staged
 
     _require_used(args)
@@ -97,7 +97,7 @@ def _export(args: argparse.Namespace) -> int:
         saved = replace(saved, gguf=Path(args.output))
     # What the engine refuses, and files that cannot be read, are raised before anything is written or printed.
     exporter(args.engine)(saved)
-    warnings = [*saved.warnings, *_problems(args.folder)]
+    warnings = [*saved.warnings, *missing_tokenizer(saved), *_problems(args.folder)]
     if args.form:
         from pose_plugin.export.transformers4 import write_older_form
 

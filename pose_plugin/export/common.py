@@ -156,6 +156,19 @@ def overrides(saved: Saved, changes: dict[str, Any], adapter: bool = False) -> d
     return {"text_config": values} if values and saved.nested else values
 
 
+def tokenizer(saved: Saved, option: str) -> str:
+    """Return the option that names an adapter's folder as its tokenizer, "" if none is there."""
+    return f" {option} {quoted(saved)}" if saved.has_tokenizer else ""
+
+
+def missing_tokenizer(saved: Saved) -> list[str]:
+    """Return a sentence if the folder holds no tokenizer."""
+    if saved.has_tokenizer:
+        return []
+    base = "the base's is used, whose limit may be lower" if saved.base else "an engine cannot load the folder"
+    return [f"{saved.shown} has no tokenizer, so {base}: save the tokenizer of the training there"]
+
+
 def quoted(saved: Saved) -> str:
     """Return the folder as one shell word."""
     return shlex.quote(str(saved.shown))

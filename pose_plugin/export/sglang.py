@@ -41,8 +41,8 @@ def export(saved: Saved) -> Export:
         saved,
         full=lambda folder: f"{start} {folder} {limit}{passed(False)}",
         lora=lambda base: (
-            f"{start} {base}{common.revision(saved)} --enable-lora --lora-paths {common.lora_named(saved)} "
-            f"--tokenizer-path {common.quoted(saved)} {limit}{passed(True)}"
+            f"{start} {base}{common.revision(saved)} --enable-lora --lora-paths {common.lora_named(saved)}"
+            f"{common.tokenizer(saved, '--tokenizer-path')} {limit}{passed(True)}"
         ),
         notes=notes,
         # sgl-project/sglang#40835

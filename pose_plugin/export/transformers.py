@@ -23,7 +23,7 @@ def export(saved: Saved) -> Export:
             f"config = AutoConfig.from_pretrained({folder!r})  # the adapter's: the base's lacks the extension",
             f'base = AutoModelForCausalLM.from_pretrained({saved.base_name!r}, {revision}config=config, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {folder!r})",
-            f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
+            f"tokenizer = AutoTokenizer.from_pretrained({(folder if saved.has_tokenizer else saved.base_name)!r})",
         ]
     notes = ["with this package: model = pose_plugin.load_extended(folder)"] if saved.base else []
     if not saved.older:

@@ -36,12 +36,7 @@ def export(saved: Saved) -> Export:
             notes.append(
                 f"without --max-model-len vLLM {rule.versions} would take {found.default}, not {saved.maximum}"
             )
-    reach = saved.factor * int(saved.rope.get("original_max_position_embeddings") or 0)
-    if saved.kind == "yarn" and reach < 0.999 * saved.maximum:
-        raise PoSEError(
-            f"vLLM's table of cos and sin has {reach:.0f} rows (the rope's factor × original length), below "
-            f"max_position_embeddings={saved.maximum}. A rope.factor given by hand must be target / original"
-        )
+    _require_table(saved)
     changes = common.longrope_scale(saved)
     if changes:
         notes.append("vLLM computes longrope's scale of cos and sin by its own formula unless long_mscale is given")
@@ -51,9 +46,10 @@ def export(saved: Saved) -> Export:
     rank = saved.adapter.r if saved.adapter and saved.adapter.r else 16
     refused = f"the adapter has r={rank}, and vLLM takes ranks up to {_RANKS[-1]}" if rank > _RANKS[-1] else None
     if saved.base is not None and not (refused or common.needs_merging(saved)):
-        notes.append(
-            "the tokenizer of the base may have a lower limit, which would also count, so --tokenizer is given"
-        )
+        if saved.has_tokenizer:
+            notes.append(
+                "the tokenizer of the base may have a lower limit, which would also count, so --tokenizer is given"
+            )
         notes.append("vLLM before 0.24 on transformers 4 reads rope_scaling and rope_theta instead of rope_parameters")
         if saved.nested:
             notes.append("vLLM before 0.14 does not take values for text_config; merge the adapter for it")
@@ -68,12 +64,22 @@ def export(saved: Saved) -> Export:
         full=lambda folder: f"vllm serve {folder} {limit}{passed(False)}",
         lora=lambda base: (
             f"vllm serve {base}{common.revision(saved)} --enable-lora --lora-modules {_lora_module(saved)} "
-            f"--max-lora-rank {next(size for size in _RANKS if size >= rank)} --tokenizer {common.quoted(saved)} "
-            f"{limit}{passed(True)}"
+            f"--max-lora-rank {next(size for size in _RANKS if size >= rank)}"
+            f"{common.tokenizer(saved, '--tokenizer')} {limit}{passed(True)}"
         ),
         notes=list(dict.fromkeys(notes)),
         refused=refused,
     )
+
+
+def _require_table(saved: Saved) -> None:
+    """Raise PoSEError if vLLM's table of cos and sin does not reach the maximum."""
+    reach = saved.factor * int(saved.rope.get("original_max_position_embeddings") or 0)
+    if saved.kind == "yarn" and reach < 0.999 * saved.maximum:
+        raise PoSEError(
+            f"vLLM's table of cos and sin has {reach:.0f} rows (the rope's factor × original length), below "
+            f"max_position_embeddings={saved.maximum}. A rope.factor given by hand must be target / original"
+        )
 
 
 def _lora_module(saved: Saved) -> str:

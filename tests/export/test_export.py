@@ -251,6 +251,23 @@ def test_the_base_s_revision_and_the_rank_are_passed(home, tmp_path):
     assert "'some/base', revision='v1.5', config" in "\n".join(exporter("transformers")(read_saved(folder)).lines)
 
 
+def test_a_folder_without_a_tokenizer(home, tmp_path, capsys):
+    """Of another trainer. An engine that is pointed to it would not start."""
+    for name in ("yarn adapter", "yarn"):
+        folder = Path(shutil.copytree(home / name, tmp_path / name))
+        assert main(["export", str(folder), "--engine", "vllm"]) == 0
+        with_one = capsys.readouterr().out
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        for engine in ("vllm", "sglang", "transformers"):
+            assert main(["export", str(folder), "--engine", engine]) == 0
+            shown = capsys.readouterr().out
+            assert "--tokenizer" not in shown and "yarn has no tokenizer" in shown.replace(" adapter", "")
+        line = f"AutoTokenizer.from_pretrained({str(home / 'base' if 'adapter' in name else folder)!r})"
+        assert line in shown
+        assert ("--tokenizer" in with_one) == ("adapter" in name) and "has no tokenizer" not in with_one
+
+
 def test_merge_lines_are_what_they_say(home, tmp_path, monkeypatch):
     """Run as printed, in one process."""
     save_adapter(tmp_path / "adapter", "linear")
