@@ -115,7 +115,7 @@ class Generation:
             context: an earlier text that this one continues; it is not changed.
             ratio: "adapt" or a fixed ratio.
             ratios: one per interval that is condensed, e.g. smaller where the text matters more.
-            headroom: tokens that questions and answers may take, for "adapt".
+            headroom: tokens that questions and answers may take, for "adapt"; at least those of the configuration.
 
         Returns:
             The text's cache: full intervals condensed, the last one (up to l tokens) raw. With "adapt", a text that
