@@ -322,7 +322,9 @@ def test_the_table_of_when_it_pays_quotes_the_results():
     base = tiny("base", "base × 1,350, PoSE")
     assert tiny("base", "base × 1,350, no skip") == tiny("6", "linear, no skip") == tiny("6", "NTK, no skip") == ".00"
     for sentence in (
-        f"RoPE only {facts_found('yarn-4')}, no skip {facts_found('no_skip')}, PoSE {facts_found('pose_skip')} |",
+        f"RoPE only {facts_found('yarn-4')}, no skip {facts_found('no_skip')}, PoSE {facts_found('pose_skip')}. Tiny "
+        f"model, stretch 4: RoPE only {tiny('x4', 'YaRN, RoPE only')}, no skip {tiny('x4', 'YaRN, no skip')}, PoSE "
+        f"{tiny('x4', 'YaRN, PoSE')} |",
         f"PoSE {keys('linear, PoSE')}, no skip {keys('linear, no skip')}. Tiny",
         f"PoSE {linear} (`linear`), {ntk} (`ntk`) and {base} (`base`, theta × 1,350), no skip .00 |",
         f"PoSE {yarn}, RoPE only {tiny('6', 'YaRN, RoPE only')}, no skip {tiny('6', 'YaRN, no skip')} |",
