@@ -197,14 +197,14 @@ def test_adapters_that_start_from_a_part_of_the_base_are_merged_first(home, tmp_
 
 
 PARTS = [
-    ({"bias": "all"}, {"vllm", "sglang"}),
-    ({"lora_bias": True}, {"vllm", "sglang"}),
-    ({"rank_pattern": {"q_proj": 48}}, {"vllm", "sglang"}),
-    ({"alpha_pattern": {"q_proj": 48}}, {"vllm", "sglang"}),
-    ({"trainable_token_indices": [3]}, {"vllm", "sglang"}),
-    ({"use_rslora": True}, {"sglang"}),
-    ({"r": 1024}, {"vllm"}),
-    ({"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "r": 512}, set()),
+    ({"bias": "all"}, ["vllm", "sglang"]),
+    ({"lora_bias": True}, ["vllm", "sglang"]),
+    ({"rank_pattern": {"q_proj": 48}}, ["vllm", "sglang"]),
+    ({"alpha_pattern": {"q_proj": 48}}, ["vllm", "sglang"]),
+    ({"trainable_token_indices": [3]}, ["vllm", "sglang"]),
+    ({"use_rslora": True}, ["sglang"]),
+    ({"r": 1024}, ["vllm"]),
+    ({"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "r": 512}, []),
 ]
 
 
