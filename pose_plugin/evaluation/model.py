@@ -96,10 +96,10 @@ def prefill(
 
 
 def continues(model: Any, cache: Any = None) -> bool:
-    """Return whether the model goes on behind its cache with several tokens as if it had read the whole text.
+    """Return whether the model reads a text in pieces, with its cache, as it reads the whole text.
 
-    Some recurrent layers begin anew with each such piece: those of Bamba, Jamba and MiniMax in transformers 5.16. If
-    there are others than attention, sixteen tokens tell.
+    Some recurrent layers forget the earlier pieces: those of Bamba, Jamba and MiniMax in transformers 5.16. If a model
+    has other layers than attention, it reads sixteen tokens whole and in two pieces, and the logits are compared.
 
     Args:
         cache: one that the model has made, if there is one.
