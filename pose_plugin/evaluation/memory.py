@@ -18,6 +18,7 @@ from pose_plugin.evaluation.model import continues, device_of, evaluating, prefi
 from pose_plugin.evaluation.questions import Answerer
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
+from pose_plugin.rope.read import far_rope, lookup, text_config
 from pose_plugin.utils.distributed import gather
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.models import unwrap
@@ -127,13 +128,12 @@ def fewest_tokens(config: Any, length: int) -> int:
     That is the whole text if its length decides the frequencies (longrope, dynamic NTK): by pieces, the first ones
     would be rotated as in a short text.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    values = getattr(config, "rope_parameters", None) or {}
-    for rope in [each for each in values.values() if isinstance(each, dict)] or [values]:
-        lists = rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor")
-        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-        if (lists or rope.get("rope_type") == "dynamic") and length > (limit or 0):
-            return length
+    config = text_config(config)
+    rope = far_rope(lookup(config, "rope_parameters"))
+    lists = rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor")
+    limit = rope.get("original_max_position_embeddings") or lookup(config, "max_position_embeddings")
+    if (lists or rope.get("rope_type") == "dynamic") and length > (limit or 0):
+        return length
     return min(SMALLEST, length)
 
 
