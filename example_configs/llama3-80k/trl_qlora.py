@@ -128,7 +128,7 @@ def main() -> None:
             target_length=args.target_length,
             train_length=args.train_length,
             sampler="pose" if pose else "none",
-            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows keep short-context skill
+            unskipped_ratio=0.1 if pose else 0.0,  # some plain rows, a precaution for short texts
         ),
         peft_config=LoraConfig(
             r=32,
