@@ -425,6 +425,18 @@ def test_the_page_says_how_few_rows_the_recall_experiment_had():
         assert sentence in page
 
 
+def test_the_picture_of_the_recall_experiment_shows_what_was_measured(tmp_path):
+    with recall_benchmark() as recall:
+        figure, rows = recall("figure"), committed("recall")["rows"]
+        long = [row for row in rows if row["length"] == 32704]
+        shares = figure.shares_by_band(long, "pose_skip-yarn-4-")
+        figure.draw(rows, tmp_path / "recall.png")
+    farthest = [round(30 * each[-1]) for each in shares]
+    assert listed(farthest) == facts_found("pose_skip", 24576)
+    for picture in (tmp_path / "recall.png", FIGURES / "recall.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_what_short_rows_leave_of_a_long_window_is_what_was_measured():
     """keep.py fixed .15 fewer facts beyond 4,096 tokens as a loss."""
     keep, rows = benchmark("keep"), committed("keep")["rows"]

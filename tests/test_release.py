@@ -69,7 +69,7 @@ def test_links_of_the_readme_are_absolute_on_pypi(tmp_path):
     text = (tmp_path / "README.md").read_text("utf-8")
     targets = re.findall(r"\]\(([^)]+)\)", text)
     assert len(targets) > 10 and all(target.startswith("https://") for target in targets), targets
-    assert "](https://github.com/owner/name/raw/v1/docs/figures/quickstart.png)" in text
+    assert "](https://github.com/owner/name/raw/v1/docs/figures/recall.png)" in text
     assert "](https://github.com/owner/name/blob/v1/docs/smollm2.md)" in text
 
 
