@@ -269,10 +269,15 @@ def test_the_data_of_the_package_needs_no_network(tokenizer, monkeypatch):
     data_in.cache_clear()
     lengths = [1024, 2048, 4096]
     measure = prepared(tokenizer, lengths, trials=1)
-    for length in lengths:
-        prompts = measure.prompts(length)
-        assert [prompt.kind for prompt in prompts] == list(TASKS)
-        assert all(len(prompt.ids) + prompt.budget <= length for prompt in prompts)
+    prompts = {length: measure.prompts(length) for length in lengths}
+    for length, asked in prompts.items():
+        assert [prompt.kind for prompt in asked] == list(TASKS)
+        assert all(len(prompt.ids) + prompt.budget <= length for prompt in asked)
+    rule = answering(
+        [p for asked in prompts.values() for p in asked], tokenizer, lambda prompt: " ".join(prompt.expected)
+    )
+    scores = ruler(RuleModel(rule, len(tokenizer)), tokenizer, lengths, trials=1, progress=False).metrics()
+    assert scores == {f"ruler/{task}/{length}": 1.0 for task in [*TASKS, "average"] for length in lengths}
     assert len(data_in().questions(SQUAD)[0]) > 5000 and len(data_in().questions(HOTPOTQA)[0]) > 7000
     assert data_in().words_from.startswith("the words of wonderwords ")
 
