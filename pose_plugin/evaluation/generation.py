@@ -92,15 +92,20 @@ def answer(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: i
         `budget` token ids per question.
     """
     attention = getattr(unwrap(model).config, "_attn_implementation", None)
-    # Other kernels take no mask, and a cache of another kind (sliding window, Beacon) forgets or condenses tokens.
-    if (
-        type(cache) is DynamicCache
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
-        and attention in ("sdpa", "eager")
-    ):
+    whole = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    if whole and attention in ("sdpa", "eager"):  # other kernels take no mask
         return _together(model, cache, questions, budget)
-    ids = [torch.tensor([question], device=device_of(model)) for question in questions]
-    return [greedy(model, each, budget, cache=copy.deepcopy(cache))[0].tolist() for each in ids]
+    written, length = [], cache.get_seq_length()
+    for question in questions:
+        # A cache of another kind (sliding window, Beacon) forgets or condenses tokens.
+        own = cache if whole else copy.deepcopy(cache)
+        try:
+            ids = torch.tensor([question], device=device_of(model))
+            written.append(greedy(model, ids, budget, cache=own)[0].tolist())
+        finally:
+            if whole:
+                _cut(cache, length)
+    return written
 
 
 def _together(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
@@ -128,10 +133,15 @@ def _together(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget
             owners = last = torch.arange(len(questions), device=device)
             written.append(ids)
     finally:
-        added = cache.get_seq_length() - length
-        if added:
-            cache.crop(-added)
+        _cut(cache, length)
     return torch.stack(written, 1).tolist()
+
+
+def _cut(cache: DynamicCache, length: int) -> None:
+    """Remove what was read after the first `length` tokens."""
+    added = cache.get_seq_length() - length
+    if added:
+        cache.crop(-added)
 
 
 def _apart(owners: torch.Tensor, new: int, length: int, dtype: torch.dtype) -> torch.Tensor:

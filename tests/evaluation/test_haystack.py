@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, MistralConfig, MistralForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pose_plugin.evaluation import generation
 from pose_plugin.evaluation.generation import cached
@@ -66,8 +70,8 @@ class Unknown(DynamicCache):
 
 
 @pytest.mark.parametrize("chunk", [None, 150])
-@pytest.mark.parametrize("kind", [DynamicCache, Unknown])
-def test_asking_on_the_cache_is_asking_alone(tokenizer, model, built, chunk, kind):
+@pytest.mark.parametrize(("kind", "attention"), [(DynamicCache, "sdpa"), (DynamicCache, "kernel"), (Unknown, "sdpa")])
+def test_asking_on_the_cache_is_asking_alone(tokenizer, model, built, chunk, kind, attention, monkeypatch):
     """Answers equal greedy decoding without a cache, question by question, and the cache stays the same to the bit."""
     wording, text = built
     questions = [token_ids(tokenizer, filled(wording.question, fact.name)) for fact in text.facts]
@@ -82,11 +86,19 @@ def test_asking_on_the_cache_is_asking_alone(tokenizer, model, built, chunk, kin
         cache = cached(model, text.ids, chunk)
         cache.__class__ = kind
         before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        # A kernel that takes no mask, as FlashAttention.
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kernel", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "kernel", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", attention)
+        copies = []
+        copying = SimpleNamespace(deepcopy=lambda each: copies.append(each) or deepcopy(each))
+        monkeypatch.setattr(generation, "copy", copying)
         forwards = []
         hook = model.register_forward_pre_hook(lambda *given: forwards.append(1))
         assert generation.answer(model, cache, questions, 5) == alone
         # All questions in the same forwards, or each in its own.
-        assert len(forwards) == (5 if kind is DynamicCache else 15)
+        assert len(forwards) == (5 if (kind, attention) == (DynamicCache, "sdpa") else 15)
+        assert len(copies) == (3 if kind is Unknown else 0)
         hook.remove()
         assert generation.answer(model, cache, questions[2:], 5) == alone[2:]
     assert cache.get_seq_length() == 400
