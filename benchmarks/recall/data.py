@@ -1,9 +1,9 @@
 """Training rows: half are short retrieval documents in text of plays, half are pieces of plays.
 
     retrieval   256 to `window` (512) tokens: intro, text with facts, question, answer; the loss is that of the answer
-    play        4,096 tokens; the loss is that of every token that is read
+    play        4,096 tokens, or `window` if that is more; the loss is that of every token that is read
 
-Every arm of the experiment gets the same rows for the same seed, except full length, whose window is 4,096. A
+Every arm of the experiment gets the same rows for the same seed, except full length, whose window is longer. A
 retrieval row fits the trained window as a whole. Of a play, the `content` setting says which 512 tokens are read.
 Wordings, names and texts are not those of the judged haystacks.
 """
@@ -42,7 +42,7 @@ def write_rows(tokenizer: Any, plays: Sequence[Sequence[int]], rows: int, window
 
     Args:
         tokenizer: of the model that is trained.
-        plays: token ids, each longer than 4,096.
+        plays: token ids; those that are too short for a piece are left out.
         rows: how many rows; even.
         window: the longest retrieval document, in tokens.
         seed: of all that is drawn.
@@ -50,11 +50,12 @@ def write_rows(tokenizer: Any, plays: Sequence[Sequence[int]], rows: int, window
     """
     if path.exists():
         return
-    draw = random.Random(f"rows/{seed}")
+    draw, length = random.Random(f"rows/{seed}"), max(window, LONG)
+    plays = [ids for ids in plays if len(ids) > length]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         for number in range(rows // 2):
-            piece = play(plays, draw, LONG)
+            piece = play(plays, draw, length)
             document = retrieval(tokenizer, plays, draw, TEMPLATES[number % len(TEMPLATES)], window)
             silent = [-100] * document.answer_start
             for ids, labels in (

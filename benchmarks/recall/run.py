@@ -43,7 +43,6 @@ ARMS: dict[str, dict[str, Any]] = {
         "content": "contiguous",
         "unskipped_ratio": 0.0,
         "target_margin": 0,
-        "train_length": data.LONG,
     },
 }
 TITLES = {
@@ -75,6 +74,8 @@ ORDER_64K = [
 """The runs for a window of 65,536 tokens; judging them needs a GPU."""
 ROWS = 2000
 WINDOW = 512
+FULL_LENGTH = {"yarn-4": (data.LONG, ROWS * WINDOW // data.LONG), "yarn-8": (32768, 600)}
+"""Tokens of a row of full length, and how many rows: as the memory of the machine allows."""
 OUTPUT = RESULTS / "recall_training.json"
 
 
@@ -92,11 +93,11 @@ def main() -> None:
         print(state(args.work))
     elif args.command == "all":
         for arm, rope, seed in ORDER_64K if args.rope == "yarn-8" else ORDER:
-            train(args.work, arm, rope, seed, rows_of(arm))
+            train(args.work, arm, rope, seed, rows_of(arm, rope))
     elif args.arm is None:
         parser.error("train needs an arm")
     else:
-        train(args.work, args.arm, args.rope, args.seed, args.steps or rows_of(args.arm))
+        train(args.work, args.arm, args.rope, args.seed, args.steps or rows_of(args.arm, args.rope))
 
 
 def name_of(arm: str, rope: str, seed: int) -> str:
@@ -104,9 +105,14 @@ def name_of(arm: str, rope: str, seed: int) -> str:
     return f"{arm}-{rope}-{seed}"
 
 
-def rows_of(arm: str) -> int:
-    """Count the rows of an arm: full length gets as many tokens as the others."""
-    return ROWS * WINDOW // data.LONG if arm == "full_length" else ROWS
+def window_of(arm: str, rope: str) -> int:
+    """Return the tokens of a training row."""
+    return FULL_LENGTH[rope][0] if arm == "full_length" else WINDOW
+
+
+def rows_of(arm: str, rope: str) -> int:
+    """Return the rows of an arm."""
+    return FULL_LENGTH[rope][1] if arm == "full_length" else ROWS
 
 
 def train(work: Path, arm: str, rope: str, seed: int, steps: int) -> None:
@@ -128,7 +134,7 @@ def train(work: Path, arm: str, rope: str, seed: int, steps: int) -> None:
         "seconds": round(seconds), "seconds_a_step": round(seconds / max(steps - before, 1), 2), "loss": losses(place),
     }  # fmt: skip
     print(row)
-    if steps == rows_of(arm):
+    if steps == rows_of(arm, rope):
         save_row(OUTPUT, row, machine("torch", "transformers", "peft", "axolotl"))
 
 
@@ -138,15 +144,16 @@ def configured(work: Path, arm: str, rope: str, seed: int, steps: int) -> Path:
     import yaml
     from transformers import AutoTokenizer
 
-    window = ARMS[arm].get("train_length", WINDOW)
+    window = window_of(arm, rope)
     rows = work / f"rows-{window}-{seed}.jsonl"
     if not rows.exists():
         tokenizer = AutoTokenizer.from_pretrained(texts.FOLDER / "model")
-        data.write_rows(tokenizer, data.read_plays(tokenizer, texts.FOLDER), rows_of(arm), window, seed, rows)
+        data.write_rows(tokenizer, data.read_plays(tokenizer, texts.FOLDER), rows_of(arm, rope), window, seed, rows)
     config = yaml.safe_load((HERE / "train.yaml").read_text(encoding="utf-8"))
     place = work / name_of(arm, rope, seed)
     target = texts.NEAR * ROPES[rope]["factor"]
-    config["pose"] |= {"target_length": target, "rope": ROPES[rope], "seed": seed, **ARMS[arm]}
+    config["pose"] |= {"target_length": target, "train_length": window, "rope": ROPES[rope], "seed": seed, **ARMS[arm]}
+    config["sequence_len"] = max(config["sequence_len"], window)
     config["datasets"][0]["path"] = str(rows)
     config |= {
         "base_model": str(texts.FOLDER / "model"), "dataset_prepared_path": str(work / "prepared"),

@@ -44,6 +44,13 @@ def test_rows_alternate_and_only_the_answer_of_a_retrieval_row_counts(recall, to
         assert key.isdigit() and key in tokenizer.decode(retrieval["input_ids"][: trained[0]])
 
 
+def test_plays_are_pieces_as_long_as_longer_rows(recall, tokenizer, tmp_path):
+    data, ids = recall("data"), token_ids(tokenizer, TEXT)
+    data.write_rows(tokenizer, [ids, ids[:5000]], 2, 6000, 1, tmp_path / "rows.jsonl")
+    (_, play) = (json.loads(line)["input_ids"] for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert len(play) == 6000 < len(ids)
+
+
 def test_trained_words_are_not_judged(recall):
     settings, training = recall("settings"), recall("training_words")
     assert len(training.TEMPLATES) >= 20 and len(set(training.TEMPLATES)) == len(training.TEMPLATES)
@@ -71,19 +78,21 @@ def test_arms_are_paired_by_haystack_and_seed(recall):
         compare.paired(trained, {("a", "1"): 0.1})
 
 
-def test_every_run_is_one_that_the_plugin_takes(recall):
+def test_every_run_is_one_that_the_plugin_takes(recall, tmp_path):
     yaml = pytest.importorskip("yaml")
     from pose_plugin.frameworks.axolotl_settings import settings_of
 
     run = recall("run")
-    config = yaml.safe_load((ROOT / "benchmarks/recall/train.yaml").read_text(encoding="utf-8"))
     for arm, rope, seed in run.ORDER + run.ORDER_64K:
-        target = recall("texts").NEAR * run.ROPES[rope]["factor"]
-        changed = {"target_length": target, "rope": run.ROPES[rope], "seed": seed, **run.ARMS[arm]}
-        settings = settings_of(config | {"pose": config["pose"] | changed})
-        assert target == (65536 if rope == "yarn-8" else 32768)
+        window = run.window_of(arm, rope)
+        (tmp_path / f"rows-{window}-{seed}.jsonl").touch()
+        config = yaml.safe_load(run.configured(tmp_path, arm, rope, seed, 2).read_text(encoding="utf-8"))
+        settings = settings_of(config)
+        assert settings.target_length == (65536 if rope == "yarn-8" else 32768)
+        assert settings.train_length == window <= config["sequence_len"]
         assert (settings.sampler == "none") == (arm in ("no_skip", "full_length"))
-    assert run.rows_of("full_length") * 4096 == run.rows_of("pose_skip") * 512
+    assert run.rows_of("full_length", "yarn-4") * 4096 == run.rows_of("pose_skip", "yarn-4") * 512
+    assert run.window_of("full_length", "yarn-8") * 2 == 65536
 
 
 def test_the_second_view_pulls_labelled_tokens_to_plain_positions(recall):
