@@ -18,6 +18,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.features import Packing
 from pose_plugin.frameworks import axolotl_beacon as beacon
+from pose_plugin.frameworks.axolotl_evaluate import WatchNewAdapter
 from pose_plugin.frameworks.axolotl_machine import (
     end_without_network,
     place_on_cpu,
@@ -110,7 +111,7 @@ class PosePlugin(BasePlugin):
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         # The first hook after Axolotl has chosen devices. Returning None leaves the data to Axolotl.
-        if self._active(cfg) or (beacon.is_beacon(cfg) and self._is_live()):
+        if self._acts(cfg):
             place_on_cpu(cfg)
 
     def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
@@ -127,6 +128,10 @@ class PosePlugin(BasePlugin):
         if not self._active(cfg):
             return None
         return make_collator, {"settings": settings_of(cfg), "training": not is_eval}
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        # The one hook around the trainer that `axolotl evaluate` calls too.
+        return [WatchNewAdapter(cfg)] if self._acts(cfg) else []
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if beacon.is_beacon(cfg) and self._is_live():
@@ -157,6 +162,9 @@ class PosePlugin(BasePlugin):
 
     def _active(self, cfg: Any) -> bool:
         return cfg.get("pose") is not None and self._is_live()
+
+    def _acts(self, cfg: Any) -> bool:
+        return self._active(cfg) or (beacon.is_beacon(cfg) and self._is_live())
 
     def _is_live(self) -> bool:
         """Return whether this instance acts: one per run, as two spellings would extend the schema and bind twice."""

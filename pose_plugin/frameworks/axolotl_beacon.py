@@ -207,15 +207,20 @@ def load(model: Any, cfg: Any, inference: bool = False, config_only: bool = Fals
         _require_same(cfg, saved, config)
         config = saved
     elif inference:
-        raise PoSEError(
-            "lora_model_dir=None: the adapter would be an untrained one. Name the trained one: --lora-model-dir "
-            f"{cfg.get('output_dir') or 'FOLDER'}"
-        )
+        raise untrained(cfg)
     else:
         loaded = get_peft_model(model, config)
     log.info("beacons: %s", {key: getattr(config, key) for key in dict(cfg.get("beacon") or {})})
     loaded.print_trainable_parameters()
     return loaded, config
+
+
+def untrained(cfg: Any) -> PoSEError:
+    """Return the error for an answer or a score of an adapter that was made just now."""
+    return PoSEError(
+        f"lora_model_dir=None: the adapter ({cfg.get('adapter')}) would be an untrained one. Name the trained one: "
+        f"--lora-model-dir {cfg.get('output_dir') or 'FOLDER'}"
+    )
 
 
 def _require_same(cfg: Any, saved: Any, asked: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axo
 
 from tests.forked import forked, good_ranks
 from tests.integration import distributed
-from tests.integration.axolotl_runs import base_yaml, load_cfg, make_rows, train
+from tests.integration.axolotl_runs import base_yaml, in_this_process, load_cfg, make_rows, train
 from tests.integration.records import layer_kinds, moved, watch_draws, weights_of
 
 pytestmark = pytest.mark.axolotl
@@ -141,6 +142,45 @@ def test_an_adapter_goes_on_from_lora_model_dir_with_checkpointing_and_evaluatio
     ).value
     assert more["losses"][0] < whole.value["losses"][0]
     assert more["eval_losses"] and more["moved"]
+
+
+def evaluate(folder: Path, out: str, **changes: Any) -> dict[str, float]:
+    """`axolotl evaluate` in this process."""
+    from axolotl.common.datasets import load_datasets
+    from axolotl.evaluate import evaluate as measured
+
+    in_this_process()
+    cfg = load_cfg(base_yaml(folder, **{**BEACON, "val_set_size": 0.2, "output_dir": str(folder / out), **changes}))
+    return measured(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+
+
+def test_evaluate_measures_a_trained_adapter_or_none(home, whole):
+    with pytest.raises(AssertionError, match=r"lora_model_dir=None: .*--lora-model-dir .*/judged"):
+        forked(evaluate, home, "judged")
+    assert not (home / "judged" / "eval_summary.csv").exists()
+    trained = functools.partial(evaluate, home, "judged", lora_model_dir=str(home / "whole"))
+    assert forked(trained).value["eval_loss"] > 0
+
+
+def test_only_a_new_adapter_is_refused_or_named(caplog):
+    """Not one that is loaded, or that this run trains; and LoRA's, which changes nothing yet, is only named."""
+    from pose_plugin.frameworks.axolotl_evaluate import WatchNewAdapter
+    from pose_plugin.utils.errors import PoSEError
+
+    def predicts(trains: bool = False, **cfg: Any) -> str:
+        watch, state = WatchNewAdapter({"output_dir": "out", **cfg}), SimpleNamespace(is_world_process_zero=True)
+        caplog.clear()
+        if trains:
+            watch.on_train_begin(None, state, None)
+        for _ in range(2):
+            watch.on_prediction_step(None, state, None)
+        return "\n".join(caplog.messages)
+
+    with pytest.raises(PoSEError, match=r"lora_model_dir=None: the adapter \(beacon\).*--lora-model-dir out"):
+        predicts(adapter="beacon")
+    assert predicts(adapter="lora").count("lora_model_dir=None: the adapter (lora) would be an untrained one") == 1
+    for fine in ({}, {"adapter": "beacon", "trains": True}, {"adapter": "lora", "lora_model_dir": "out"}):
+        assert predicts(**fine) == ""
 
 
 def test_rope_and_beacons_together(home):
