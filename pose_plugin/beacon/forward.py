@@ -49,6 +49,12 @@ class Call:
         if self.shifted_here:
             self.shift_labels = shift_labels(self.labels)  # type: ignore[arg-type]
 
+    def labels_from(self, start: int) -> int:
+        """Return how many tokens from `start` on have a label; all of them if the caller computes the loss."""
+        if self.shift_labels is None:
+            return int(self.text.shape[0] * (self.text.shape[1] - start))
+        return int((self.shift_labels[:, start:] != IGNORED).sum())
+
     def without_padding(self) -> torch.Tensor:
         """Return the text without its last columns that only pad, if their outputs are for a loss that ignores them.
 
@@ -67,6 +73,8 @@ class Reading:
     router: Any
     training: bool
     condensed_since_step: int
+    # Labels behind the first beacon of their text, which the beacons get a gradient from.
+    aided_since_step: int
     # For trainers that log accuracy and entropy from sums: adds num_correct_tokens, entropy_sum, num_valid_tokens to
     # the outputs of calls with labels (TRL up to 1.15 with loss_type="chunked_nll").
     report_statistics: bool = False
@@ -103,7 +111,7 @@ class Reading:
         what the first run would have drawn. Without it, ratios are drawn by the number of forwards.
         """
         self._step = (int(step), 0)
-        self.condensed_since_step = 0
+        self.condensed_since_step = self.aided_since_step = 0
 
     def _generator(self) -> Any:
         step, sample = self._step
@@ -298,6 +306,8 @@ class Reading:
         if call.cache is not None and call.cache is not stream:
             call.cache.left_empty = True  # see `stream_of`
         self.condensed_since_step += outcome.condensed
+        if self._trains and outcome.unaided is not None:
+            self.aided_since_step += call.labels_from(outcome.unaided)
         return self._output(call, outcome, None if padded else stream)
 
     def _output(self, call: Call, outcome: Outcome, stream: BeaconCache | None) -> Any:

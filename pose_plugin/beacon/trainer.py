@@ -36,6 +36,10 @@ from pose_plugin.utils.log import log, show_log
 
 # In fp16, the loss scale begins at 2^16. DeepSpeed halves it at the second overflow.
 _MOST_OVERFLOWS = 20
+_UNAIDED = (
+    "all labels were before the first beacon of their text, where they give it no gradient. Put what is learned behind "
+    "the first interval, or use a smaller interval"
+)
 _CONDENSED = "several texts in one row would be condensed into one another"
 _PACKED, _PACKED_BEFORE = f"{_CONDENSED}. Set it to False", f"{_CONDENSED}. Give one text per row"
 _REFUSED = dict.fromkeys(("packing", "eval_packing", "padding_free"), _PACKED)
@@ -59,7 +63,8 @@ def bind_beacon(trainer: Any, group_by_intervals: bool | None = None) -> BeaconC
     """Give a trainer what it needs to train beacons. A second call changes nothing.
 
     Ratios follow the global step, so all ranks draw the same ones and a resumed run draws what the first would have.
-    Rows that are read together have the same number of intervals. The first step that condenses must leave a gradient.
+    Rows that are read together have the same number of intervals. The first step with a label behind a beacon must
+    leave a gradient.
 
     Args:
         trainer: its model is a PEFT model with a Beacon adapter.
@@ -104,7 +109,7 @@ class BeaconCallback(TrainerCallback):
     def __init__(self, sampler: IntervalSampler | None = None) -> None:
         self.sampler = sampler
         self._watch: GradientWatch | None = None
-        self._judged = False
+        self._judged = self._unaided = False
         self._overflows = 0
         self._next_epoch = self._condensed = 0
 
@@ -112,7 +117,7 @@ class BeaconCallback(TrainerCallback):
         check_checkpointing(find_tuner(kwargs["model"])._decoder_layers)
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
-        self._judged = False
+        self._judged = self._unaided = False
         if self.sampler is not None and state.is_world_process_zero:
             report_repeats(self.sampler)
 
@@ -136,6 +141,10 @@ class BeaconCallback(TrainerCallback):
             self._watch, self._judged = None, True
             if state.is_world_process_zero:
                 log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
+        elif any(gather(self._condensed)) and not self._unaided and not self._overflows:
+            self._unaided = True
+            if state.is_world_process_zero:
+                log.warning("beacons: step %d trained no beacon: %s", state.global_step, _UNAIDED)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         tuner = find_tuner(kwargs["model"])
@@ -149,14 +158,9 @@ class BeaconCallback(TrainerCallback):
             )
 
     def _norm(self, model: Any, scaled: bool) -> float | None:
-        """Return the norm of all ranks' gradients; None if it says nothing yet, e.g. if no rank condensed anything.
-
-        A rank whose labels are all before its first beacon has no gradient, which is fine as long as another rank has
-        one. If none has, all stop.
-        """
+        """Return the norm of all ranks' gradients; None if it says nothing yet: no rank has a label behind a beacon."""
         assert self._watch is not None
-        condensed = find_tuner(model).condensed_since_step
-        own = beacon_gradient_norm(model, self._watch.norm) if condensed else None
+        own = beacon_gradient_norm(model, self._watch.norm) if find_tuner(model).aided_since_step else None
         norms = [each for each in gather(own) if each is not None]
         if not norms:
             return None
@@ -176,10 +180,8 @@ class BeaconCallback(TrainerCallback):
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
-            log.warning(
-                "beacons: no training text was longer than one interval, so no beacon was trained. Use longer texts or "
-                "a smaller interval"
-            )
+            why = "no training text was longer than one interval. Use longer texts or a smaller interval"
+            log.warning("beacons: no beacon was trained: %s", _UNAIDED if self._unaided else why)
 
 
 def report_repeats(sampler: IntervalSampler) -> None:

@@ -105,23 +105,25 @@ def trained_parameters(tuner: Any) -> Iterator[torch.nn.Parameter]:
 def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = None) -> float | None:
     """Check that beacons have a gradient after the first backward; without one, the loss falls but nothing is trained.
 
+    Labels before the first beacon of their text give it none, so a step that has no others says nothing.
+
     Args:
         model, gradient: as for `beacon_gradient_norm`.
 
     Returns:
-        The norm; None if nothing was condensed since `set_ratio_step`. Then call it again after a later step.
+        The norm; None if no label since `set_ratio_step` was behind a beacon. Then call it again after a later step.
 
     Raises:
-        PoSEError: something was condensed and the gradient is zero or not finite.
+        PoSEError: labels were behind a beacon and the gradient is zero or not finite.
     """
-    if not find_tuner(model).condensed_since_step:
+    labels = find_tuner(model).aided_since_step
+    if not labels:
         return None
     norm = beacon_gradient_norm(model, gradient)
     if not 0 < norm < float("inf"):
         raise PoSEError(
-            f"gradient: the beacons' gradient norm is {norm} after a step that condensed "
-            f"{find_tuner(model).condensed_since_step} intervals, so they would not be trained. Usual causes: "
-            "checkpointing with use_reentrant=True, labels that are all −100 after the first interval, or an adapter "
-            "that was loaded with is_trainable=False"
+            f"gradient: the beacons' gradient norm is {norm} after a step with {labels} labels behind a beacon, so "
+            "they would not be trained. Usual causes: checkpointing with use_reentrant=True, a loss of your own that "
+            "leaves these labels out, or an adapter that was loaded with is_trainable=False"
         )
     return norm

@@ -172,7 +172,7 @@ def test_first_step_check():
         math.sqrt(sum(p.numel() for p in model.parameters() if p.requires_grad))
     )
     model.zero_grad()
-    with pytest.raises(PoSEError, match=r"gradient norm is 0.0 after a step that condensed 3 intervals"):
+    with pytest.raises(PoSEError, match=r"gradient norm is 0.0 after a step with 21 labels behind a beacon"):
         check_beacon_gradients(model)
 
 
@@ -371,6 +371,41 @@ def test_an_overflow_of_the_loss_scale_is_not_judged(monkeypatch):
     for fp16, scales in ((False, [over]), (True, [over] * 3), (True, [over, 0.0])):
         with pytest.raises(PoSEError, match=r"the beacons' gradient norm is (nan|0|inf)"):
             judged(fp16, scales)
+
+
+# The first label that a beacon gives its gradient for: that of the token behind the first token which sees a beacon.
+@pytest.mark.parametrize(("layout", "first"), [("v1", 9), ("v2", 5)])
+def test_a_step_whose_labels_reach_no_beacon_is_not_judged(layout, first, caplog):
+    """A long prompt and an answer behind it in most texts, but not in the first ones."""
+    model, callback, ids = make_beacon(layout=layout).train(), BeaconCallback(), make_ids(30)
+    args, state = SimpleNamespace(fp16=False), SimpleNamespace(global_step=0, is_world_process_zero=True)
+
+    def judged(label: int, scale: float = 1.0) -> bool:
+        labels = torch.full_like(ids, -100)
+        labels[:, label] = ids[:, label]
+        state.global_step += 1
+        callback.on_step_begin(args, state, None, model=model)
+        model.zero_grad()
+        (model(ids, labels=labels, ratio=4).loss * scale).backward()
+        callback.on_step_end(args, state, None, model=model)
+        return callback._judged
+
+    unaided = "step 1 trained no beacon: all labels were before the first beacon"
+    assert not judged(first - 1) and not judged(1) and caplog.text.count(unaided) == 1
+    callback.on_train_end(args, state, None)
+    assert "no beacon was trained: all labels were before the first beacon" in caplog.text
+    with pytest.raises(PoSEError, match=r"gradient norm is 0.0 after a step with 1 labels behind a beacon"):
+        judged(first, scale=0.0)
+    assert judged(first)
+
+
+def test_a_loss_of_the_users_own_is_judged():
+    """Which labels it has is not known."""
+    model = make_beacon().train()
+    model(make_ids(8))
+    assert check_beacon_gradients(model) is None
+    model(make_ids(9)).logits[:, -1].sum().backward()
+    assert check_beacon_gradients(model) > 0
 
 
 def grouped(trainer, interval: int):
