@@ -1,5 +1,6 @@
 """lm-eval: lengths that are passed and checked, a local task of its own, no data from anywhere."""
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,12 +41,14 @@ def tasks(tmp_path):
     return tmp_path
 
 
-def case(folder, tokenizer, model, lengths, answer="7", task="local_key"):
-    """A model that writes one token and then ends."""
+def case(folder, tokenizer, model, lengths, answer="7", task="local_key", second=None, **generation):
+    """A model that writes one token and then ends; `second` is nearly as likely, `generation` its generation config."""
     import torch
 
     token, end = tokenizer(answer, add_special_tokens=False)["input_ids"][-1], tokenizer.eos_token_id
     head, forward = torch.zeros(len(tokenizer)), model.forward
+    if second:
+        head[tokenizer(second, add_special_tokens=False)["input_ids"][-1]] = 8.0
 
     def written(*args, **kwargs):
         out = forward(*args, **kwargs)
@@ -57,7 +60,11 @@ def case(folder, tokenizer, model, lengths, answer="7", task="local_key"):
 
     model.forward = written
     model.generation_config.eos_token_id = end
-    return harness(model, tokenizer, [task], lengths, harness_path=str(folder), batch_size=1)
+    given = model.generation_config
+    given.update(**generation)
+    found = harness(model, tokenizer, [task], lengths, harness_path=str(folder), batch_size=1)
+    assert model.generation_config is given
+    return found
 
 
 def scores(result):
@@ -70,6 +77,13 @@ def test_a_local_task_has_the_known_score(tasks, tokenizer, make_llama):
     prompt = len(tokenizer("The pass key is 7. What is it?")["input_ids"])
     assert f"lengths passed 64, 128; the longest prompt had {prompt + 4} tokens" in result.definition
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_the_model_s_own_penalties_do_not_count(tasks, tokenizer, make_llama):
+    """As in the other measures and of a server: a digit of the prompt is not less likely in the answer."""
+    own = {"second": "3", "repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "num_beams": 2}
+    result = forked(functools.partial(case, tasks, tokenizer, make_llama(), [64], **own)).value
+    assert scores(result) == {"local_key exact_match": 0.75}
 
 
 def test_a_prompt_that_would_be_cut_stops_the_run_before_the_model_runs(tasks, tokenizer, make_llama):

@@ -10,7 +10,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.questions import Answers, unanswered
 from pose_plugin.evaluation.results import Result, Row, Work
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import unwrap
 
 RULER_LENGTHS = tuple(4096 * 2**k for k in range(6))
 """lm-eval's RULER has figures for these alone. Below 4096 it searches forever for a haystack that is short enough
@@ -85,10 +87,11 @@ class Harness(Measure):
         manager = TaskManager(include_path=self.harness_path, include_defaults=defaults, metadata=metadata)
         seeds = dict.fromkeys(["random_seed", "numpy_random_seed", "torch_random_seed"], self.seed)
         try:
-            found = lm_eval.simple_evaluate(
-                wrapped, tasks=self.harness, limit=self.harness_limit, metadata=metadata, task_manager=manager,
-                log_samples=False, bootstrap_iters=0, **seeds,
-            )  # fmt: skip
+            with without_penalties(model):
+                found = lm_eval.simple_evaluate(
+                    wrapped, tasks=self.harness, limit=self.harness_limit, metadata=metadata, task_manager=manager,
+                    log_samples=False, bootstrap_iters=0, **seeds,
+                )  # fmt: skip
         except PoSEError:
             raise
         except Exception as error:
@@ -122,6 +125,28 @@ class Harness(Measure):
     @classmethod
     def place(cls, row: Row) -> tuple[str, str]:
         return cls.title, f"{row.kind} {row.length or ''}".strip()
+
+
+@contextmanager
+def without_penalties(model: Any) -> Iterator[None]:
+    """Let the model generate by what a task asks for, as the other measures and served models do.
+
+    `model.generate` takes whatever a call leaves open from generation_config.json, e.g. a repetition penalty, which
+    makes words of the prompt less likely in the answer.
+    """
+    from transformers import GenerationConfig
+
+    inner = unwrap(model)
+    given = getattr(inner, "generation_config", None)
+    if given is None:
+        yield
+        return
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "cache_config")
+    inner.generation_config = GenerationConfig(**{name: getattr(given, name, None) for name in kept})
+    try:
+        yield
+    finally:
+        inner.generation_config = given
 
 
 @dataclass(frozen=True)
