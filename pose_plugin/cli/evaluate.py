@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--lengths", help="tokens, e.g. 2048,4096 or 2k,4k: prompt lengths and window sizes; default: an eighth of the "
         "target window, doubled up to twice the target, as far as they fit in memory")  # fmt: skip
     add("--tasks", help=f"any of {', '.join(by_task())}, or all; default: {default} (without --texts only those that "
-        "need none)")  # fmt: skip
+        "need none), or none with --harness")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder for JSON, Markdown, CSV and PNG files")
     add("--texts", nargs="+", default=[], metavar="FILE", help=f"documents for {with_texts()}; UTF-8")
     add("--label", action="append", default=[], metavar="NAME=PATH", help="the name of a MODEL in tables")
@@ -212,7 +212,13 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
     with complaints:
         if tasks == [] and not chosen:
             raise PoSEError(f"--tasks {args.tasks} names nothing; known: {', '.join(by_task())}, all")
-        chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
+        if tasks is None and chosen and args.texts:
+            raise PoSEError(
+                f"--texts {' '.join(args.texts)} has no effect with --{chosen[0].chosen_by} alone; name what reads "
+                "them, e.g. --tasks perplexity"
+            )
+        if tasks is not None or not chosen:
+            chosen = [*choose(tasks, bool(args.texts), "--tasks"), *chosen]
         logits = [measure.name for measure in chosen if not measure.on_a_server]
         if args.url and logits and (tasks is None or "all" in tasks):
             # The models in this process are measured. Without any, nothing is.

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from pose_plugin.checkpoints.load import describe, extended, load
+from pose_plugin.cli import evaluate as command
 from pose_plugin.cli import main as cli
+from pose_plugin.cli.parser import Parser
 from pose_plugin.evaluation import memory
 from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.measures.passkey import Passkey
+from pose_plugin.utils.errors import PoSEError
 from tests import kill
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -346,6 +349,22 @@ def test_an_evaluator_of_the_same_folder_name_answers_for_itself(folders, tmp_pa
     judged, definition = answers("--tasks", "passkey,longppl", "--evaluator", other, "--texts",
                                  folders / "text.txt", "--short-context", 128)  # fmt: skip
     assert judged == alone and "the evaluator, base (2)," in definition
+
+
+def test_tasks_of_lm_eval_alone_are_what_is_measured(folders):
+    parser, text = Parser(), str(folders / "text.txt")
+    command.add_arguments(parser)
+
+    def measured(*words):
+        return [measure.name for measure in command._measures(parser.read(["base", "--output", "out", *words]))]
+
+    assert measured() == ["passkey"] and measured("--texts", text) == ["passkey", "perplexity"]
+    assert measured("--harness", "own") == ["harness"]
+    assert measured("--harness", "own", "--tasks", "perplexity", "--texts", text) == ["perplexity", "harness"]
+    with pytest.raises(PoSEError, match=r"--texts .*text.txt has no effect with --harness alone"):
+        measured("--harness", "own", "--texts", text)
+    with pytest.raises(PoSEError, match="--trials=3 has no effect without passkey"):
+        measured("--harness", "own", "--trials", "3")
 
 
 def test_short_reads_the_base_s_window_whatever_model_is_first(folders, tmp_path):

@@ -49,7 +49,10 @@ class Harness(Measure):
     chosen_by: ClassVar[str] = "harness"
     ranked: ClassVar[bool] = False
 
-    harness: list[str] = Field([], description="tasks of lm-eval, e.g. niah_single_1,ruler_vt,longbench")
+    harness: list[str] = Field(
+        [],
+        description="tasks of lm-eval, e.g. niah_single_1,ruler_vt,longbench; without --tasks nothing else is measured",
+    )
     harness_limit: PositiveInt | None = Field(None, description="samples per task; default: all")
     harness_path: str | None = Field(None, description="a folder with more lm-eval task YAMLs")
     seed: StrictInt = Field(0, description="random seed of the tasks")
