@@ -139,6 +139,7 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     for written in ("base", "./base/", f"../{folder.parent.name}/base"):
         assert changed(base, keys(describe(written))) == set()
+    assert changed(base, keys(harness_path="./own")) == set()
     assert changed(base, keys(extended(source, 1024, {"type": "linear"}))) == set(ALL)
     # The same files elsewhere are another model; with the base of an adapter it is the same.
     other = Path(shutil.copytree(folder, tmp_path / "other"))

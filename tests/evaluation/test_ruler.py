@@ -439,10 +439,15 @@ def test_scores_equal_those_of_lm_eval(tokenizer, folder):
     assert {task for task, _, _ in cases} == set(TASKS)
 
 
-def test_a_result_depends_on_the_data_if_a_task_reads_it(tokenizer, folder, tmp_path):
+def test_a_result_depends_on_the_data_if_a_task_reads_it(tokenizer, folder, tmp_path, monkeypatch):
     place = shutil.copytree(folder, tmp_path / "data")
     reads, draws = ({"ruler_data": str(place), "ruler_tasks": [task], "trials": 1} for task in ("qa_1", "vt"))
     before = [prepared(tokenizer, [1024], **options).depends() for options in (reads, draws)]
+    # The same folder, written another way.
+    monkeypatch.chdir(tmp_path)
+    assert prepared(tokenizer, [1024], **reads | {"ruler_data": "./data/"}).depends() == before[0]
+    elsewhere = shutil.copytree(folder, tmp_path / "other")
+    assert prepared(tokenizer, [1024], **reads | {"ruler_data": str(elsewhere)}).depends() != before[0]
     (place / SQUAD).write_text((place / SQUAD).read_text() + " ")
     after = [prepared(tokenizer, [1024], **options).depends() for options in (reads, draws)]
     assert before[0] != after[0] and before[1] == after[1]

@@ -113,7 +113,9 @@ class Harness(Measure):
 
     def depends(self) -> dict[str, Any]:
         folder = self.harness_path and of_folder(Path(self.harness_path))
-        return {**super().depends(), "lengths": self._lengths, "folder": folder, "lm_eval": version()}
+        # The path as it was typed does not count.
+        own = {"harness_path": None, "lengths": self._lengths, "folder": folder, "lm_eval": version()}
+        return super().depends() | own
 
     def _definition(self, longest: int) -> str:
         samples = (

@@ -142,7 +142,9 @@ class Ruler(Retrieval):
 
     def depends(self) -> dict[str, Any]:
         folder = self._data.folder if any(TASKS[task].file for task in self.ruler_tasks) else None
-        return {**super().depends(), "files": folder and of_folder(folder), "words": self._data.words_from}
+        # The path as it was typed does not count.
+        files = folder and of_folder(folder)
+        return {**super().depends(), "ruler_data": None, "files": files, "words": self._data.words_from}
 
     def _definition(self) -> str:
         with_text = any(TASKS[task].file == ESSAYS for task in self.ruler_tasks)
