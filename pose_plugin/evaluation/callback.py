@@ -135,8 +135,7 @@ class EvaluationCallback(TrainerCallback):
         from pose_plugin.rope.read import original_length, text_config
 
         config = text_config(unwrap(model).config)
-        base = original_length(config) or self.train_length or config.max_position_embeddings
-        return Windows(base, self.train_length)
+        return Windows(original_length(config) or getattr(config, "max_position_embeddings", None), self.train_length)
 
     def _ask(self, measure: Measure, model: Any, tokenizer: Any) -> dict[int, Any]:
         """Return what the measure's evaluator says about each length; the model is removed from memory afterwards."""

@@ -45,8 +45,9 @@ def prepared(measure, model, tokenizer, lengths=(128,), train_length=64):
 
 def test_the_guard_takes_the_window_that_extend_context_has_noted(make_llama, tokenizer):
     model = make_llama()
-    guard = prepared(Short(texts=[TEXT], max_windows=2), make_llama(), tokenizer)
-    assert guard.pieces() == [64]
+    guard = prepared(Short(texts=[TEXT], max_windows=2), model, tokenizer)
+    # A model that nothing has stretched has the window of its config, as in the command.
+    assert guard.pieces() == [256]
     model.config = extend_context(model.config, 1024, "linear")
     guard = prepared(Short(texts=[TEXT], max_windows=2, progress=False), model, tokenizer)
     assert guard.pieces() == [256]
