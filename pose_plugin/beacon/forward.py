@@ -74,7 +74,7 @@ class Reading:
     training: bool
     condensed_since_step: int
     # Labels behind the first beacon of their text, which the beacons get a gradient from.
-    aided_since_step: int
+    labels_behind_beacons: int
     # For trainers that log accuracy and entropy from sums: adds num_correct_tokens, entropy_sum, num_valid_tokens to
     # the outputs of calls with labels (TRL up to 1.15 with loss_type="chunked_nll").
     report_statistics: bool = False
@@ -111,7 +111,7 @@ class Reading:
         what the first run would have drawn. Without it, ratios are drawn by the number of forwards.
         """
         self._step = (int(step), 0)
-        self.condensed_since_step = self.aided_since_step = 0
+        self.condensed_since_step = self.labels_behind_beacons = 0
 
     def _generator(self) -> Any:
         step, sample = self._step
@@ -306,8 +306,8 @@ class Reading:
         if call.cache is not None and call.cache is not stream:
             call.cache.left_empty = True  # see `stream_of`
         self.condensed_since_step += outcome.condensed
-        if self._trains and outcome.unaided is not None:
-            self.aided_since_step += call.labels_from(outcome.unaided)
+        if self._trains and outcome.before_beacons is not None:
+            self.labels_behind_beacons += call.labels_from(outcome.before_beacons)
         return self._output(call, outcome, None if padded else stream)
 
     def _output(self, call: Call, outcome: Outcome, stream: BeaconCache | None) -> Any:

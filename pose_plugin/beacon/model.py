@@ -53,7 +53,7 @@ class BeaconModel(Generation, Reading, BaseTuner):
         self._hooks: list[Any] = []
         self._ratio_override: ratios.Ratio | None = None
         self._step = (0, 0)
-        self.condensed_since_step = self.aided_since_step = 0
+        self.condensed_since_step = self.labels_behind_beacons = 0
         self._base_forward: Any = None
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         self.peft_config = self.model.peft_config = Configs(self.peft_config)

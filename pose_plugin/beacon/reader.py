@@ -23,14 +23,14 @@ class Outcome:
     """The outputs of the raw rows of all passes of a call, which reads `tokens` new tokens.
 
     Attributes:
-        unaided: new tokens before the first beacon that this call reads; those behind it see one. None: it reads none.
+        before_beacons: new tokens before the first beacon; those behind it see one. None: this call reads no beacon.
     """
 
     tokens: int
     logits: list[torch.Tensor] = field(default_factory=list)
     hidden: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     condensed: int = 0
-    unaided: int | None = None
+    before_beacons: int | None = None
 
     def all_logits(self) -> torch.Tensor:
         """Return (batch, kept tokens, vocabulary)."""
@@ -107,9 +107,9 @@ class Reader:
                 cache.open_ratio = ratio
             closing = index < condensed
             given = lay_out(cache.len_memory, cache.tail, count, scheme, ratio, closing, cache.len_overlap)
-            if result.unaided is None and given.beacons:
+            if result.before_beacons is None and given.beacons:
                 before = next(row for row, kind in enumerate(given.rows) if kind != RAW)
-                result.unaided = max(0, at + before - (tokens - result.tokens))
+                result.before_beacons = max(0, at + before - (tokens - result.tokens))
             wanted = count if self.keep is None else max(0, min(count, at + count - (tokens - self.keep)))
             self._pass(given, text[:, at : at + count], wanted, result)
             at += count

@@ -36,7 +36,7 @@ from pose_plugin.utils.log import log, show_log
 
 # In fp16, the loss scale begins at 2^16. DeepSpeed halves it at the second overflow.
 _MOST_OVERFLOWS = 20
-_UNAIDED = (
+_LABELS_BEFORE = (
     "all labels were before the first beacon of their text, where they give it no gradient. Put what is learned behind "
     "the first interval, or use a smaller interval"
 )
@@ -109,7 +109,7 @@ class BeaconCallback(TrainerCallback):
     def __init__(self, sampler: IntervalSampler | None = None) -> None:
         self.sampler = sampler
         self._watch: GradientWatch | None = None
-        self._judged = self._unaided = False
+        self._judged = self._labels_before = False
         self._overflows = 0
         self._next_epoch = self._condensed = 0
 
@@ -117,7 +117,7 @@ class BeaconCallback(TrainerCallback):
         check_checkpointing(find_tuner(kwargs["model"])._decoder_layers)
         # A resumed run continues in the epoch in which it was stopped.
         self._next_epoch = int((state.epoch or 0) + 1e-6)
-        self._judged = self._unaided = False
+        self._judged = self._labels_before = False
         if self.sampler is not None and state.is_world_process_zero:
             report_repeats(self.sampler)
 
@@ -141,10 +141,10 @@ class BeaconCallback(TrainerCallback):
             self._watch, self._judged = None, True
             if state.is_world_process_zero:
                 log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
-        elif any(gather(self._condensed)) and not self._unaided and not self._overflows:
-            self._unaided = True
+        elif any(gather(self._condensed)) and not self._labels_before and not self._overflows:
+            self._labels_before = True
             if state.is_world_process_zero:
-                log.warning("beacons: step %d trained no beacon: %s", state.global_step, _UNAIDED)
+                log.warning("beacons: step %d trained no beacon: %s", state.global_step, _LABELS_BEFORE)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         tuner = find_tuner(kwargs["model"])
@@ -160,7 +160,7 @@ class BeaconCallback(TrainerCallback):
     def _norm(self, model: Any, scaled: bool) -> float | None:
         """Return the norm of all ranks' gradients; None if it says nothing yet: no rank has a label behind a beacon."""
         assert self._watch is not None
-        own = beacon_gradient_norm(model, self._watch.norm) if find_tuner(model).aided_since_step else None
+        own = beacon_gradient_norm(model, self._watch.norm) if find_tuner(model).labels_behind_beacons else None
         norms = [each for each in gather(own) if each is not None]
         if not norms:
             return None
@@ -181,7 +181,7 @@ class BeaconCallback(TrainerCallback):
             self._watch.remove()
             self._watch = None
             why = "no training text was longer than one interval. Use longer texts or a smaller interval"
-            log.warning("beacons: no beacon was trained: %s", _UNAIDED if self._unaided else why)
+            log.warning("beacons: no beacon was trained: %s", _LABELS_BEFORE if self._labels_before else why)
 
 
 def report_repeats(sampler: IntervalSampler) -> None:

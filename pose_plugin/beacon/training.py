@@ -116,7 +116,7 @@ def check_beacon_gradients(model: Any, gradient: Callable[[Any], Any] | None = N
     Raises:
         PoSEError: labels were behind a beacon and the gradient is zero or not finite.
     """
-    labels = find_tuner(model).aided_since_step
+    labels = find_tuner(model).labels_behind_beacons
     if not labels:
         return None
     norm = beacon_gradient_norm(model, gradient)

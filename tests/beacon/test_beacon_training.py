@@ -390,8 +390,8 @@ def test_a_step_whose_labels_reach_no_beacon_is_not_judged(layout, first, caplog
         callback.on_step_end(args, state, None, model=model)
         return callback._judged
 
-    unaided = "step 1 trained no beacon: all labels were before the first beacon"
-    assert not judged(first - 1) and not judged(1) and caplog.text.count(unaided) == 1
+    warning = "step 1 trained no beacon: all labels were before the first beacon"
+    assert not judged(first - 1) and not judged(1) and caplog.text.count(warning) == 1
     callback.on_train_end(args, state, None)
     assert "no beacon was trained: all labels were before the first beacon" in caplog.text
     with pytest.raises(PoSEError, match=r"gradient norm is 0.0 after a step with 1 labels behind a beacon"):
