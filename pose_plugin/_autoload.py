@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -24,18 +25,29 @@ _DOTTED = "pose_plugin.PosePlugin"
 _BEACON = "POSE_PLUGIN_BEACON"
 
 
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Call `around(original, …)` instead of a function, method or class method. A second call changes nothing."""
+    found = inspect.getattr_static(owner, name)
+    original = getattr(found, "__func__", found)
+    if getattr(original, "_pose_plugin", False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapped._pose_plugin = True  # type: ignore[attr-defined]
+    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+
+
 def _accept_bare_name(base: ModuleType) -> None:
     """axolotl.integrations.base: let `load_plugin("pose_plugin")` load `pose_plugin.PosePlugin`."""
-    if hasattr(base, "PLUGIN_ENTRY_POINT_GROUP") or getattr(base.load_plugin, "_pose_plugin", False):
-        return
-    load_plugin = base.load_plugin
 
-    @functools.wraps(load_plugin)
-    def load(plugin_name: str) -> Any:
+    def load(load_plugin: Any, plugin_name: str) -> Any:
         return load_plugin(_DOTTED if plugin_name == _NAME else plugin_name)
 
-    load._pose_plugin = True  # type: ignore[attr-defined]
-    base.load_plugin = load  # type: ignore[attr-defined]
+    if not hasattr(base, "PLUGIN_ENTRY_POINT_GROUP"):
+        _wrap(base, "load_plugin", load)
 
 
 def _pass_overrides_on(plugins: ModuleType) -> None:
@@ -43,29 +55,19 @@ def _pass_overrides_on(plugins: ModuleType) -> None:
 
     `axolotl.cli.main`, which defines the commands, imports torch and thereby this hook while it is executed itself.
     """
-    owner = plugins.PluginCommandGroup
-    original = owner.get_command
-    if getattr(original, "_pose_plugin", False):
-        return
 
-    @functools.wraps(original)
-    def get_command(group: Any, context: Any, name: str) -> Any:
+    def get_command(original: Any, *args: Any) -> Any:
         from pose_plugin.frameworks.axolotl_overrides import pass_overrides_on
 
-        return pass_overrides_on(original(group, context, name))
+        return pass_overrides_on(original(*args))
 
-    get_command._pose_plugin = True  # type: ignore[attr-defined]
-    owner.get_command = get_command
+    _wrap(plugins.PluginCommandGroup, "get_command", get_command)
 
 
 def _notice_forgotten_line(config: ModuleType) -> None:
     """axolotl.utils.config: raise for a `pose:` block without the plugin."""
-    if getattr(config.validate_config, "_pose_plugin", False):
-        return
-    validate_config = config.validate_config
 
-    @functools.wraps(validate_config)
-    def validate(cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    def validate(validate_config: Any, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         asked = cfg.get("pose") is not None or any(str(key).startswith("pose.") for key in cfg)
         if asked and not any(str(p).startswith(_NAME) for p in cfg.get("plugins") or []):
             from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
@@ -73,18 +75,13 @@ def _notice_forgotten_line(config: ModuleType) -> None:
             raise PoSEError(FORGOTTEN_LINE)
         return validate_config(cfg, *args, **kwargs)
 
-    validate._pose_plugin = True  # type: ignore[attr-defined]
-    config.validate_config = validate  # type: ignore[attr-defined]
+    _wrap(config, "validate_config", validate)
 
 
 def _complete_merges(merge_lora: ModuleType) -> None:
     """axolotl.cli.merge_lora: complete a merge whose YAML lacks the block that the adapter was trained with."""
-    merge = merge_lora.do_merge_lora
-    if getattr(merge, "_pose_plugin", False):
-        return
 
-    @functools.wraps(merge)
-    def do_merge_lora(*args: Any, cfg: Any, **kwargs: Any) -> Any:
+    def do_merge_lora(merge: Any, *args: Any, cfg: Any, **kwargs: Any) -> Any:
         result = merge(*args, cfg=cfg, **kwargs)
         if cfg.get("pose"):
             return result  # The plugin completes it, in Axolotl 0.19 after this.
@@ -96,19 +93,13 @@ def _complete_merges(merge_lora: ModuleType) -> None:
             complete_forgotten(merged, adapter)
         return result
 
-    do_merge_lora._pose_plugin = True  # type: ignore[attr-defined]
-    merge_lora.do_merge_lora = do_merge_lora  # type: ignore[attr-defined]
+    _wrap(merge_lora, "do_merge_lora", do_merge_lora)
 
 
 def _notice_plain_bases(peft_model: ModuleType) -> None:
     """peft.peft_model: warn if an adapter with an extension is put on a base without it."""
-    owner = peft_model.PeftModel
-    original = owner.__dict__["from_pretrained"].__func__
-    if getattr(original, "_pose_plugin", False):
-        return
 
-    @functools.wraps(original)
-    def from_pretrained(cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(original: Any, cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(cls, model, model_id, *args, **kwargs)
         # For other adapters, this look at the disk is all that happens.
         if os.path.isfile(os.path.join(str(model_id), "pose.json")):
@@ -117,8 +108,7 @@ def _notice_plain_bases(peft_model: ModuleType) -> None:
             warn_of_plain_base(loaded, model_id)
         return loaded
 
-    from_pretrained._pose_plugin = True  # type: ignore[attr-defined]
-    owner.from_pretrained = classmethod(from_pretrained)
+    _wrap(peft_model.PeftModel, "from_pretrained", from_pretrained)
 
 
 def _make_beacons_known(config: ModuleType) -> None:
@@ -126,25 +116,17 @@ def _make_beacons_known(config: ModuleType) -> None:
 
     For other adapters, one comparison is all that happens.
     """
-    owner = config.PeftConfigMixin
-    for name in ("_get_peft_type", "from_peft_type"):
-        original = owner.__dict__[name].__func__
-        if not getattr(original, "_pose_plugin", False):
-            setattr(owner, name, classmethod(_knowing_beacons(original)))
 
-
-def _knowing_beacons(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def known(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def known(original: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("peft_type") == _BEACON:
             importlib.import_module("pose_plugin.beacon")
-        found = original(cls, *args, **kwargs)
+        found = original(*args, **kwargs)
         if found == _BEACON:
             importlib.import_module("pose_plugin.beacon")
         return found
 
-    known._pose_plugin = True  # type: ignore[attr-defined]
-    return known
+    for name in ("_get_peft_type", "from_peft_type"):
+        _wrap(config.PeftConfigMixin, name, known)
 
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
