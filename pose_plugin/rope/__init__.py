@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from pose_plugin.rope.findings import base_findings
     from pose_plugin.rope.kinds import inverse_frequencies, ntk_base
-    from pose_plugin.rope.plan import RopePlan, plan_rope, rope_findings
+    from pose_plugin.rope.plan import RopePlan, plan_rope
     from pose_plugin.rope.theory import retrieval_base
     from pose_plugin.rope.verify import RopeReport, restore_rope, verify_rope
 
@@ -35,7 +35,6 @@ _HOME = {
     "plan_rope": "plan",
     "restore_rope": "verify",
     "retrieval_base": "theory",
-    "rope_findings": "plan",
     "rope_overrides": "apply",
     "verify_rope": "verify",
 }
@@ -53,7 +52,6 @@ __all__ = [
     "plan_rope",
     "restore_rope",
     "retrieval_base",
-    "rope_findings",
     "rope_overrides",
     "verify_rope",
 ]

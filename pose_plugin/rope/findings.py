@@ -34,32 +34,20 @@ def describe(parameters: Mapping[str, Any], maximum: int) -> str:
     return f"{', '.join(parts)}; window {maximum}"
 
 
-def base_findings(config: Any, target: int, tokenizer_limit: int | None = None) -> list[Finding]:
+def base_findings(config: Any, target: int) -> list[Finding]:
     """Return what follows from a base alone for a run up to `target` tokens, however its frequencies are stretched.
 
     Args:
         config: a transformers config or the dict of a config.json, extended or not.
         target: L_t, tokens.
-        tokenizer_limit: the tokenizer's model_max_length, if known.
     """
-    return [*about_base(read_rope(config), target), *about_tokenizer(tokenizer_limit, target)]
+    return [*about_base(read_rope(config), target)]
 
 
 def about_base(source: RopeSource, target: int) -> Iterator[Finding]:
     """Yield what follows from a base alone for a run up to `target` tokens."""
     yield from _about_reach(source, target)
     yield from _about_published_keys(source)
-
-
-def about_tokenizer(limit: int | None, target: int) -> Iterator[Finding]:
-    """Yield what a tokenizer's model_max_length does to a run up to `target` tokens."""
-    if limit is not None and limit < target:
-        yield Finding(
-            "model_max_length",
-            limit,
-            f"the tokenizer's limit is below target_length={target}, and engines cut or refuse longer texts",
-            f"Set model_max_length: {target} in tokenizer_config.json; a run of this package does so when it saves",
-        )
 
 
 def _about_reach(source: RopeSource, target: int) -> Iterator[Finding]:

@@ -20,10 +20,10 @@ from pose_plugin.utils.errors import PoSEError
 Frequencies = npt.NDArray[np.float64]
 Parameters = Mapping[str, Any]
 
-# Old names, still found in checkpoints.
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """What YaRN computes with if a rope dict does not state them."""
-_ALIASES = {"su": "longrope"}
+ALIASES = {"su": "longrope"}
+"""Old names, still found in checkpoints: the first release of Phi-3 called longrope so."""
 # The keys of a rope dict that describe a stretch. A new stretch replaces them; every other key stays.
 SHAPES = frozenset(
     {
@@ -58,30 +58,6 @@ def dynamic_inner_term(factor: float, length: float, original_length: float) -> 
     return factor * length / original_length - (factor - 1)
 
 
-def yarn_range(
-    base: float,
-    dim: int,
-    original_length: int,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-) -> tuple[float, float]:
-    """Return the pair indices (low, high) between which YaRN blends; arXiv 2309.00071, section 3.2.
-
-    A pair that turns r times within the original window has index d·ln(L_0 / (2πr)) / (2·ln base). Pairs below `low`
-    turn more than `beta_fast` times and are kept; pairs above `high` turn less than `beta_slow` times and are divided
-    by s.
-    """
-
-    def pair_turning(rotations: float) -> float:
-        return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    return max(low, 0), min(high, dim - 1)
-
-
 def yarn_ramp(
     base: float,
     dim: int,
@@ -90,8 +66,20 @@ def yarn_ramp(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Frequencies:
-    """Return r_i = clip((i − low) / (high − low), 0, 1), shape [dim / 2]: 0 keeps a pair, 1 divides it by s."""
-    low, high = yarn_range(base, dim, original_length, beta_fast, beta_slow, truncate)
+    """Return r_i = clip((i − low) / (high − low), 0, 1), shape [dim / 2]: 0 keeps a pair, 1 divides it by s.
+
+    A pair that turns r times within the original window has index d·ln(L_0 / (2πr)) / (2·ln base). Pairs below `low`
+    turn more than `beta_fast` times and are kept; pairs above `high` turn less than `beta_slow` times and are divided
+    by s; arXiv 2309.00071, section 3.2.
+    """
+
+    def pair_turning(rotations: float) -> float:
+        return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # transformers does the same instead of dividing by zero
     ramp: Frequencies = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
@@ -133,7 +121,7 @@ def normalise(parameters: Parameters) -> dict[str, Any]:
     result: dict[str, Any] = copy.deepcopy(dict(parameters))
     old = result.pop("type", None)
     kind = result.get("rope_type") or old or "default"
-    result["rope_type"] = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    result["rope_type"] = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     length = result.get("original_max_position_embeddings")
     if isinstance(length, float) and length.is_integer():
         result["original_max_position_embeddings"] = int(length)

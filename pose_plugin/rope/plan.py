@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pose_plugin.config import RopeSettings, parse_settings
-from pose_plugin.rope.findings import about_base, about_change, about_tokenizer, describe
+from pose_plugin.rope.findings import about_base, about_change, describe
 from pose_plugin.rope.kinds import inverse_frequencies
 from pose_plugin.rope.reach import LayerKind
 from pose_plugin.rope.source import RopeSource, read_rope
@@ -167,25 +167,3 @@ def _why_nothing_changes(source: RopeSource, kind: str, target: int) -> str:
         f"{target}. Keep the frequencies with rope: none, or set {key}: null in the base's config if these layers "
         "should see far"
     )
-
-
-def rope_findings(
-    config: Any,
-    target_length: int,
-    rope: str | Mapping[str, Any] | RopeSettings = "yarn",
-    tokenizer_limit: int | None = None,
-) -> list[Finding]:
-    """Return what a base, and an extension of it, will do that its user may not expect.
-
-    Args:
-        config, target_length, rope: as for `plan_rope`.
-        tokenizer_limit: the tokenizer's model_max_length, if known.
-
-    Returns:
-        findings; one of severity "error" if the extension is refused.
-    """
-    try:
-        plan = plan_rope(config, target_length, rope)
-    except PoSEError as error:
-        return [Finding("rope", rope, str(error), severity="error")]
-    return [*plan.findings, *about_tokenizer(tokenizer_limit, target_length)]
