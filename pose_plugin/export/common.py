@@ -55,38 +55,40 @@ def serve(
         notes: of the engine, about either.
         refused: why this engine cannot load the adapter, if it is one.
     """
-    if saved.base is None:
-        return Export([full(quoted(saved))], notes)
     why = needs_merging(saved) or refused
-    if why is None:
+    if saved.base is not None and why is None:
         return Export(
             [lora(shlex.quote(saved.base_name))],
             [*notes, "the base's config lacks the extension, so it is passed on the command line"],
         )
-    merged = merged_path(saved)
-    return Export([*merge_lines(saved, merged), full(shlex.quote(merged))], [*notes, f"{why}, so it is merged"])
+    lines, folder = as_full_model(saved)
+    return Export([*lines, full(folder)], [*notes, f"{why}, so it is merged"] if lines else notes)
 
 
-def merge_lines(saved: Saved, output: str) -> list[str]:
-    """Return the lines that merge an adapter into a full model, for engines that need one.
+def as_full_model(saved: Saved) -> tuple[list[str], str]:
+    """Return the lines that merge an adapter, none for a full model, and the full model's folder as one shell word.
 
     Raises:
         PoSEError: PEFT cannot merge an adapter of this kind.
     """
-    kind = str(saved.adapter.peft_type) if saved.adapter else ""
+    if saved.adapter is None:
+        return [], quoted(saved)
+    kind = str(saved.adapter.peft_type)
     if kind.startswith(_NOT_MERGEABLE):
         raise PoSEError(
             f"{saved.path} has peft_type={kind}, which no engine loads and PEFT cannot merge into the base. Load it "
             "with transformers and PEFT: --engine transformers"
         )
+    merged = str(saved.shown / "merged")
     code = (
         f"from pose_plugin import load_extended; load_extended({str(saved.shown)!r}).merge_and_unload()"
-        f".save_pretrained({output!r})"
+        f".save_pretrained({merged!r})"
     )
-    return [
+    lines = [
         f'python -c "{code}"' if not set(code) & set('"$`\\!') else f"python -c {shlex.quote(code)}",
-        f"pose-plugin check {shlex.quote(output)} --like {quoted(saved)} --repair",
+        f"pose-plugin check {shlex.quote(merged)} --like {quoted(saved)} --repair",
     ]
+    return lines, shlex.quote(merged)
 
 
 def needs_merging(saved: Saved) -> str | None:
@@ -132,28 +134,36 @@ def require_older_form(saved: Saved, engine: str) -> None:
         )
 
 
-def longrope_scale(saved: Saved) -> dict[str, Any]:
-    """Return the rope override that gives vLLM and SGLang longrope's scale of cos and sin; {} if not needed.
-
-    Both compute it with their own formula unless `long_mscale` gives it.
-    """
-    scale = saved.rope.get("attention_factor")
-    if saved.kind != "longrope" or not scale or saved.rope.get("long_mscale"):
-        return {}
-    return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}
-
-
-def overrides(saved: Saved, changes: dict[str, Any], adapter: bool = False) -> dict[str, Any]:
-    """Return values for a config, under text_config if the engine finds the rope there.
+def own_scale(saved: Saved, engine: str, deaf: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the rope override that gives vLLM or SGLang the folder's scale of cos and sin, if needed, and a note.
 
     Args:
         saved: a model or an adapter.
+        engine: its name, for the note. It computes longrope's scale itself.
+        deaf: the versions of it that do not read yarn's attention_factor.
+    """
+    scale = saved.rope.get("attention_factor")
+    if saved.kind == "longrope" and scale and not saved.rope.get("long_mscale"):
+        note = f"{engine} computes longrope's scale of cos and sin by its own formula unless long_mscale is given"
+        return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}, [note]
+    if abs(saved.extra_attention - 1) > 1e-6:
+        note = f"{deaf} does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1"
+        return {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}, [note]
+    return {}, []
+
+
+def overrides(saved: Saved, option: str, changes: dict[str, Any], adapter: bool = False) -> str:
+    """Return the option that changes values of a config, under text_config if the engine finds the rope there.
+
+    Args:
+        saved: a model or an adapter.
+        option: its name.
         changes: of the rope.
         adapter: add what a plain base's config lacks.
     """
     base = {"rope_parameters": saved.rope_parameters, "max_position_embeddings": saved.maximum} if adapter else {}
     values = base | changes
-    return {"text_config": values} if values and saved.nested else values
+    return f" {option} {as_json({'text_config': values} if saved.nested else values)}" if values else ""
 
 
 def tokenizer(saved: Saved, option: str) -> str:
@@ -172,11 +182,6 @@ def missing_tokenizer(saved: Saved) -> list[str]:
 def quoted(saved: Saved) -> str:
     """Return the folder as one shell word."""
     return shlex.quote(str(saved.shown))
-
-
-def merged_path(saved: Saved) -> str:
-    """Return where the printed lines put a merged model."""
-    return str(saved.shown / "merged")
 
 
 def as_json(values: dict[str, Any]) -> str:

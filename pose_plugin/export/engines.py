@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pose_plugin.checkpoints.saved import NEED_ORIGINAL, Saved
@@ -20,10 +20,11 @@ from pose_plugin.rope.kinds import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
+from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.errors import PoSEError
 
 _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
-_NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
+NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
 _MSCALE = frozenset({"mscale", "mscale_all_dim"})
 _YARN = _MSCALE | {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 
@@ -64,7 +65,6 @@ class Rule:
         unstated: kinds for which it takes the window of the config as the original one, if that is not stated.
         yarn_keys: keys of yarn that it reads, in addition to the factor and the original window.
         own_longrope_scale: whether it computes the scale of longrope's cos and sin itself, without attention_factor.
-        adapters: whether it serves a LoRA adapter on its base.
         strict: whether it raises an error at a window that is written as 8192.0. vLLM and SGLang require transformers
             5, whose configs check types.
     """
@@ -85,21 +85,11 @@ class Rule:
     unstated: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = _YARN
     own_longrope_scale: bool = False
-    adapters: bool = False
     strict: bool = False
 
 
-_VLLM_LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
+# What `LENGTH_KEYS` has of it, and one key that no decoder has.
+_VLLM_LENGTHS = (*LENGTH_KEYS[:5], "max_target_positions", *LENGTH_KEYS[5:])
 _SGLANG_LENGTHS = (
     "max_sequence_length",
     "seq_length",
@@ -108,6 +98,21 @@ _SGLANG_LENGTHS = (
     "max_position_embeddings",
 )
 
+# vllm/config/model.py (`_get_and_verify_max_len`), transformers_utils/model_arch_config_convertor.py, and
+# model_executor/layers/rotary_embedding.
+_VLLM = Rule(
+    "vllm",
+    "≥ 0.30",
+    read_in="0.30.0, 0.31.0, 0.32.0, 0.33.0",
+    length_keys=_VLLM_LENGTHS,
+    smallest=True,
+    before_others="model_max_length",
+    multiplied=_ALL - {"longrope", "llama3", "yarn"},
+    tokenizer=True,
+    longrope_default=True,
+    own_longrope_scale=True,
+    strict=True,
+)
 RULES = (
     # modeling_rope_utils.py, and generation/utils.py for the window.
     Rule(
@@ -115,40 +120,17 @@ RULES = (
         "≥ 5",
         read_in="5.16.1",
         unstated=frozenset(NEED_ORIGINAL),
-        adapters=True,
         strict=True,
     ),
-    Rule("transformers", "4", read_in="4.57.6", older=True, unstated=frozenset({"yarn"}), adapters=True),
-    # vllm/config/model.py (`_get_and_verify_max_len`), transformers_utils/model_arch_config_convertor.py, and
-    # model_executor/layers/rotary_embedding.
-    Rule(
-        "vllm",
-        "≥ 0.30",
-        read_in="0.30.0, 0.31.0, 0.32.0, 0.33.0",
-        length_keys=_VLLM_LENGTHS,
-        smallest=True,
-        before_others="model_max_length",
-        multiplied=_ALL - {"longrope", "llama3", "yarn"},
-        tokenizer=True,
-        longrope_default=True,
-        own_longrope_scale=True,
-        adapters=True,
-        strict=True,
-    ),
-    Rule(
-        "vllm",
-        "< 0.30",
+    Rule("transformers", "4", read_in="4.57.6", older=True, unstated=frozenset({"yarn"})),
+    _VLLM,
+    replace(
+        _VLLM,
+        versions="< 0.30",
         read_in="0.14.0, 0.20.0, 0.24.0, 0.28.0, 0.29.0",
-        length_keys=_VLLM_LENGTHS,
-        smallest=True,
-        before_others="model_max_length",
-        multiplied=_ALL - {"longrope", "llama3", "yarn"},
         from_original=frozenset({"yarn"}),
-        tokenizer=True,
-        longrope_default=True,
         yarn_keys=frozenset({"beta_fast", "beta_slow", "truncate", "attn_factor"}),
-        own_longrope_scale=True,
-        adapters=True,
+        strict=False,
     ),
     # srt/utils/hf_transformers/common.py (`get_context_length`), srt/layers/rotary_embedding.
     Rule(
@@ -160,7 +142,6 @@ RULES = (
         multiplied=frozenset({"linear", "dynamic", "proportional"}),
         yarn_keys=_YARN - {"attention_factor"} | {"attn_factor"},
         own_longrope_scale=True,
-        adapters=True,
         strict=True,
     ),
     # conversion/base.py; its loader and the logits in benchmarks/results/engines.json.
@@ -280,7 +261,7 @@ def taken(rule: Rule, saved: Saved) -> Taken:
     if kind in rule.unstated:
         rope.setdefault("original_max_position_embeddings", saved.maximum)
     _require_original(rule, rope)
-    if kind in _NEED_FACTOR and "factor" not in rope and not rope.get("alpha"):
+    if kind in NEED_FACTOR and "factor" not in rope and not rope.get("alpha"):
         raise EngineStopsError(rule, "factor is missing", f"; rope_type={kind} needs it")
     default, most = _window(rule, saved, rope)
     if kind in rule.dropped:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pose_plugin.checkpoints.saved import Saved
-from pose_plugin.export.common import Export, merge_lines, merged_path
+from pose_plugin.export.common import Export, as_full_model
 from pose_plugin.export.engines import ignored_keys, require_kind
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import atomic_file
@@ -39,13 +39,12 @@ def export(saved: Saved) -> Export:
     require_kind("llama.cpp", saved)
     notes = [f"the file contains the rope; {same_as_flags(saved)}"]
     notes += ignored_keys("llama.cpp", saved)
-    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
-    folder = merged_path(saved) if saved.base else str(saved.shown)
+    lines, folder = as_full_model(saved)
     file = gguf_file(saved)
     return Export(
         [
             *lines,
-            f"python {CONVERTER} {shlex.quote(folder)} --outfile {shlex.quote(file)}",
+            f"python {CONVERTER} {folder} --outfile {shlex.quote(file)}",
             f"llama-server -m {shlex.quote(file)} -c {saved.maximum}",
         ],
         notes,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
 from pose_plugin.checkpoints.saved import Saved
-from pose_plugin.export.common import Export, merge_lines, merged_path
+from pose_plugin.export.common import Export, as_full_model
 from pose_plugin.export.engines import ignored_keys, require_kind
 
 
@@ -18,6 +16,5 @@ def export(saved: Saved) -> Export:
     require_kind("mlx", saved)
     notes = ["MLX has no limit on the window; it computes what config.json says at any length"]
     notes += ignored_keys("mlx", saved)
-    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
-    folder = merged_path(saved) if saved.base else str(saved.shown)
-    return Export([*lines, f"mlx_lm.server --model {shlex.quote(folder)}"], notes)
+    lines, folder = as_full_model(saved)
+    return Export([*lines, f"mlx_lm.server --model {folder}"], notes)

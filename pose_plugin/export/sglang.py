@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export import common
 from pose_plugin.export.common import Export
@@ -25,21 +27,13 @@ def export(saved: Saved) -> Export:
             )
         if found.default != saved.maximum:
             notes.append(f"without --context-length SGLang would take {found.default}, not {saved.maximum}")
-    changes = common.longrope_scale(saved)
-    if changes:
-        notes.append("SGLang computes longrope's scale of cos and sin by its own formula unless long_mscale is given")
-    if abs(saved.extra_attention - 1) > 1e-6:
-        changes = {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}
-        notes.append("SGLang does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1")
+    changes, more = common.own_scale(saved, "SGLang", "SGLang")
+    notes += more
     start, limit = "python -m sglang.launch_server --model-path", f"--context-length {saved.maximum}"
-
-    def passed(adapter: bool) -> str:
-        values = common.overrides(saved, changes, adapter)
-        return f" --json-model-override-args {common.as_json(values)}" if values else ""
-
+    passed = partial(common.overrides, saved, "--json-model-override-args", changes)
     return common.serve(
         saved,
-        full=lambda folder: f"{start} {folder} {limit}{passed(False)}",
+        full=lambda folder: f"{start} {folder} {limit}{passed()}",
         lora=lambda base: (
             f"{start} {base}{common.revision(saved)} --enable-lora --lora-paths {common.lora_named(saved)}"
             f"{common.tokenizer(saved, '--tokenizer-path')} {limit}{passed(True)}"

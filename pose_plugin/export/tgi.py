@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
 from pose_plugin.checkpoints.saved import Saved
-from pose_plugin.export.common import Export, merge_lines, merged_path, quoted
+from pose_plugin.export.common import Export, as_full_model
 from pose_plugin.export.engines import ignored_keys, require_kind
 
 
@@ -16,8 +14,7 @@ def export(saved: Saved) -> Export:
         PoSEError: TGI does not compute this rope.
     """
     require_kind("tgi", saved)
-    lines = merge_lines(saved, merged_path(saved)) if saved.base else []
-    folder = shlex.quote(merged_path(saved)) if saved.base else quoted(saved)
+    lines, folder = as_full_model(saved)
     notes = ["do not add --rope-scaling: it would be applied in addition to config.json"]
     notes += ignored_keys("tgi", saved)
     if not saved.older:

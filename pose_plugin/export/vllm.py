@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pose_plugin.checkpoints.saved import Saved
 from pose_plugin.export import common
 from pose_plugin.export.common import Export
@@ -37,12 +39,8 @@ def export(saved: Saved) -> Export:
                 f"without --max-model-len vLLM {rule.versions} would take {found.default}, not {saved.maximum}"
             )
     _require_table(saved)
-    changes = common.longrope_scale(saved)
-    if changes:
-        notes.append("vLLM computes longrope's scale of cos and sin by its own formula unless long_mscale is given")
-    if abs(saved.extra_attention - 1) > 1e-6:
-        changes = {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}
-        notes.append("vLLM before 0.30 does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1")
+    changes, more = common.own_scale(saved, "vLLM", "vLLM before 0.30")
+    notes += more
     rank = saved.adapter.r if saved.adapter and saved.adapter.r else 16
     refused = f"the adapter has r={rank}, and vLLM takes ranks up to {_RANKS[-1]}" if rank > _RANKS[-1] else None
     if saved.base is not None and not (refused or common.needs_merging(saved)):
@@ -53,15 +51,10 @@ def export(saved: Saved) -> Export:
         notes.append("vLLM before 0.24 on transformers 4 reads rope_scaling and rope_theta instead of rope_parameters")
         if saved.nested:
             notes.append("vLLM before 0.14 does not take values for text_config; merge the adapter for it")
-    limit = f"--max-model-len {saved.maximum}"
-
-    def passed(adapter: bool) -> str:
-        values = common.overrides(saved, changes, adapter)
-        return f" --hf-overrides {common.as_json(values)}" if values else ""
-
+    limit, passed = f"--max-model-len {saved.maximum}", partial(common.overrides, saved, "--hf-overrides", changes)
     return common.serve(
         saved,
-        full=lambda folder: f"vllm serve {folder} {limit}{passed(False)}",
+        full=lambda folder: f"vllm serve {folder} {limit}{passed()}",
         lora=lambda base: (
             f"vllm serve {base}{common.revision(saved)} --enable-lora --lora-modules {_lora_module(saved)} "
             f"--max-lora-rank {next(size for size in _RANKS if size >= rank)}"
