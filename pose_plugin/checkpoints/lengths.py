@@ -12,9 +12,9 @@ from pose_plugin.checkpoints.schema import Generation, Tokenizer, read
 from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.files import Stage, read_json
 
-_TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
 # The files that `raised_limits` may change.
-LIMITING = (_TOKENIZER, _GENERATION)
+LIMITING = (TOKENIZER, GENERATION)
 # transformers' own max_length, which stands for "not set": `generate` then adds 20 tokens to any prompt.
 UNSET_GENERATION = 20
 
@@ -43,10 +43,10 @@ def limits_below(saved: Saved, target: int) -> Iterator[Limit]:
             yield Limit("config.json", key, value, "engines take it as the window")
     limit = saved.tokenizer_maximum
     if limit is not None and limit < target:
-        yield Limit(_TOKENIZER, "model_max_length", limit, "longer texts raise a warning or are truncated")
+        yield Limit(TOKENIZER, "model_max_length", limit, "longer texts raise a warning or are truncated")
     longest = saved.generation.max_length if saved.generation else None
     if longest is not None and UNSET_GENERATION < longest < target:
-        yield Limit(_GENERATION, "max_length", longest, "generate() ends there and refuses longer prompts")
+        yield Limit(GENERATION, "max_length", longest, "generate() ends there and refuses longer prompts")
 
 
 def raise_config(text: dict[str, Any], target: int) -> int:
@@ -73,14 +73,14 @@ def raised_limits(
         window: in tokens; engines take the smallest of all limits.
         tokenizer: False leaves out the tokenizer's file.
     """
-    if tokenizer and (file := path(_TOKENIZER)).is_file():
+    if tokenizer and (file := path(TOKENIZER)).is_file():
         limit = read(file, Tokenizer).model_max_length
         if limit is None or limit < window or limit >= NO_LIMIT:
-            yield _TOKENIZER, read_json(file) | {"model_max_length": window}
-    if (file := path(_GENERATION)).is_file():
+            yield TOKENIZER, read_json(file) | {"model_max_length": window}
+    if (file := path(GENERATION)).is_file():
         longest = read(file, Generation).max_length
         if longest is not None and UNSET_GENERATION < longest < window:
-            yield _GENERATION, read_json(file) | {"max_length": window}
+            yield GENERATION, read_json(file) | {"max_length": window}
 
 
 def raise_limits(stage: Stage, window: int, tokenizer: bool = True) -> None:

@@ -19,7 +19,7 @@ _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 # transformers writes 10**30 for a tokenizer without a limit.
 NO_LIMIT = 10**18
 # Most families' classes have this base if their config names none.
-_USUAL_THETA = 10000.0
+USUAL_THETA = 10000.0
 # Kinds of rope that cannot be computed without original_max_position_embeddings.
 NEED_ORIGINAL = ("yarn", "llama3", "longrope")
 _BEACON = "POSE_PLUGIN_BEACON"
@@ -156,7 +156,7 @@ class Saved:
         """Return one flat rope dict with what is stated next to it."""
         rope = normalise(found)
         if rope.get("rope_theta") is None:
-            rope["rope_theta"] = float(self._theta or _USUAL_THETA)
+            rope["rope_theta"] = float(self._theta or USUAL_THETA)
         return self._with_original(rope, NEED_ORIGINAL)
 
     def _with_original(self, rope: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Saved:
     @property
     def older_rope(self) -> dict[str, Any]:
         """The flat rope dict that a reader of `rope_theta` and `rope_scaling` alone sees."""
-        theta = float(self._theta or _USUAL_THETA)
+        theta = float(self._theta or USUAL_THETA)
         rope = {**normalise(self.text.get("rope_scaling") or {}), "rope_theta": theta}
         return self._with_original(rope, ("longrope",))
 

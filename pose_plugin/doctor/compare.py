@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pose_plugin.checkpoints.saved import Saved
+from pose_plugin.doctor.engines import same_rope
 from pose_plugin.doctor.folder import Folder
 from pose_plugin.doctor.server import Answer, Server
 from pose_plugin.export.engines import RULES, taken
@@ -32,8 +34,6 @@ CONFIGURED = "as configured"
 _CLEAR = 0.02
 # A server with the folder's weights is nearer than this to one of the ropes, quantised to four bits or not.
 _FAR = 0.5
-# Relative differences of frequencies below this are rounding.
-_SAME = 1e-4
 
 
 @dataclass(frozen=True)
@@ -173,21 +173,15 @@ def _ropes(folder: Folder, module: Any) -> dict[str, tuple[Frequencies, float]]:
         "without its scaling": {"rope_type": "default", "rope_theta": theta},
         "without its scaling and its rope_theta": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    for name, rope in wanted.items():
-        _add(ropes, name, inverse_frequencies(rope, dim))
+    found = [(name, inverse_frequencies(rope, dim)) for name, rope in wanted.items()]
     for rule in RULES:
-        try:
-            _add(ropes, f"as {rule.engine} {rule.versions}", taken(rule, saved).frequencies(dim, saved.maximum))
-        except (PoSEError, KeyError, TypeError, ValueError):  # this engine stops at the folder
-            continue
+        # Some engines stop at the folder.
+        with suppress(PoSEError, KeyError, TypeError, ValueError):
+            found.append((f"as {rule.engine} {rule.versions}", taken(rule, saved).frequencies(dim, saved.maximum)))
+    for name, each in found:
+        if not any(same_rope(known, each) for known in ropes.values()):
+            ropes[name] = each
     return ropes
-
-
-def _add(ropes: dict[str, tuple[Frequencies, float]], name: str, rope: tuple[Frequencies, float]) -> None:
-    for frequencies, scale in ropes.values():
-        if np.allclose(frequencies, rope[0], rtol=_SAME) and abs(scale - rope[1]) < _SAME:
-            return
-    ropes[name] = rope
 
 
 def _set_rope(module: Any, frequencies: Frequencies, scale: float) -> None:

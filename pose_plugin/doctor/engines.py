@@ -59,10 +59,15 @@ def readings(folder: Folder) -> list[Reading]:
     return rows
 
 
+def same_rope(one: tuple[np.ndarray, float], other: tuple[np.ndarray, float]) -> bool:
+    """Return whether two ropes, each frequencies and the scale of cos and sin, differ by rounding at most."""
+    return np.allclose(one[0], other[0], rtol=_SAME) and abs(one[1] - other[1]) < _SAME
+
+
 def _compared(kind: str, mine: tuple[np.ndarray, float], first: tuple[np.ndarray, float]) -> str:
     turning = np.flatnonzero((mine[0] > 0) & (first[0] > 0))  # pairs that do not rotate are 0
     ratio = float(mine[0][turning[-1]] / first[0][turning[-1]]) if turning.size else 1.0
-    if np.allclose(mine[0], first[0], rtol=_SAME) and abs(mine[1] - first[1]) < _SAME:
+    if same_rope(mine, first):
         return f"{kind}"
     if abs(ratio - 1) > _SAME:
         return f"{kind}, differs: the slowest pair turns {ratio:.3g} times as fast"

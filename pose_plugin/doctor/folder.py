@@ -10,23 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pose_plugin.checkpoints.saved import NEED_ORIGINAL
+from pose_plugin.checkpoints.lengths import GENERATION, TOKENIZER
+from pose_plugin.checkpoints.saved import ADAPTER, NEED_ORIGINAL, RECORD
+from pose_plugin.rope.kinds import ALIASES
 from pose_plugin.rope.read import FULL, far_rope, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.findings import Finding, Severity
 
-CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD = (
-    "config.json",
-    "adapter_config.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "pose.json",
-)
+CONFIG = "config.json"
 # A model that is only a name is looked up here; these are all files that the checks read.
 FILES = (CONFIG, ADAPTER, TOKENIZER, GENERATION, RECORD)
 REMOVED = object()
-# The first release of Phi-3 called longrope so.
-_USUAL_NAMES = {"su": "longrope"}
+# Ratios of lengths that differ less than this are the same.
+SAME = 0.01
 Changes = Mapping[str, Mapping[tuple[str, ...], Any]]
 
 
@@ -112,14 +108,14 @@ class Folder:
         original = self.text.get("original_max_position_embeddings")
         # In a damaged file it may be of any type.
         kind = str(found["rope_type"])
-        if original is not None and _USUAL_NAMES.get(kind, kind) in NEED_ORIGINAL:
+        if original is not None and ALIASES.get(kind, kind) in NEED_ORIGINAL:
             found["original_max_position_embeddings"] = original
         return found
 
     @property
     def kind(self) -> str:
         kind = str(self.rope["rope_type"])
-        return _USUAL_NAMES.get(kind, kind)
+        return ALIASES.get(kind, kind)
 
     @cached_property
     def maximum(self) -> int | None:

@@ -7,46 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pose_plugin.doctor.checks.files import (
-    adapter,
-    damaged_files,
-    generation_limit,
-    other_windows,
-    record,
-    tokenizer_limit,
-)
-from pose_plugin.doctor.checks.forms import forms_disagree, kinds, nested_forms_disagree, types
-from pose_plugin.doctor.checks.rope import (
-    base_missing,
-    factors,
-    family_keys,
-    longrope_lists,
-    maximum_not_raised,
-    notes,
-    original_missing,
-    raised_without_rope,
-)
+from pose_plugin.doctor.checks import files, forms, rope
 from pose_plugin.doctor.folder import Folder, Problem
 
 CHECKS: tuple[Callable[[Folder], Iterator[Problem]], ...] = (
-    damaged_files,
-    types,
-    kinds,
-    factors,
-    forms_disagree,
-    nested_forms_disagree,
-    maximum_not_raised,
-    original_missing,
-    base_missing,
-    raised_without_rope,
-    family_keys,
-    longrope_lists,
-    other_windows,
-    adapter,
-    tokenizer_limit,
-    generation_limit,
-    record,
-    notes,
+    files.damaged_files,
+    forms.types,
+    forms.kinds,
+    rope.factors,
+    forms.forms_disagree,
+    forms.nested_forms_disagree,
+    rope.maximum_not_raised,
+    rope.original_missing,
+    rope.base_missing,
+    rope.raised_without_rope,
+    rope.family_keys,
+    rope.longrope_lists,
+    files.other_windows,
+    files.adapter,
+    files.tokenizer_limit,
+    files.generation_limit,
+    files.record,
+    rope.notes,
 )
 
 

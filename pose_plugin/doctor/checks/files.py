@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pose_plugin.checkpoints.saved import NO_LIMIT
+from pose_plugin.checkpoints.lengths import GENERATION, TOKENIZER
+from pose_plugin.checkpoints.saved import ADAPTER, NO_LIMIT, RECORD
 from pose_plugin.doctor.checks.rope import trained_window
-from pose_plugin.doctor.folder import (
-    ADAPTER,
-    CONFIG,
-    GENERATION,
-    RECORD,
-    REMOVED,
-    TOKENIZER,
-    Folder,
-    Problem,
-    problem,
-    whole,
-)
+from pose_plugin.doctor.folder import CONFIG, REMOVED, Folder, Problem, problem, whole
 from pose_plugin.rope.read import LENGTH_KEYS
 
 

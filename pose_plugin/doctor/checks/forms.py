@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pose_plugin.doctor.folder import CONFIG, REMOVED, Folder, Problem, number, problem, whole
+from pose_plugin.doctor.folder import CONFIG, REMOVED, SAME, Folder, Problem, number, problem, whole
 from pose_plugin.rope.kinds import YARN_BETAS, yarn_attention_factor
 
 # Kinds that transformers implements, and those that single families' own code reads.
@@ -20,8 +20,6 @@ _NUMBERS = (
     *("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
 )
-# Ratios of lengths that differ less than this are the same.
-_SAME = 0.01
 
 
 def forms_disagree(folder: Folder) -> Iterator[Problem]:
@@ -122,7 +120,7 @@ def _reaches(folder: Folder, form: str) -> bool:
     """Return whether a rope dict's factor × original is the maximum."""
     values = (folder.new_form if form == "rope_parameters" else folder.old_form) or {}
     factor, original = number(values.get("factor")), whole(values.get("original_max_position_embeddings"))
-    return bool(factor and original and folder.maximum and abs(factor * original / folder.maximum - 1) < _SAME)
+    return bool(factor and original and folder.maximum and abs(factor * original / folder.maximum - 1) < SAME)
 
 
 def nested_forms_disagree(folder: Folder) -> Iterator[Problem]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pose_plugin.checkpoints.saved import NEED_ORIGINAL
-from pose_plugin.doctor.folder import CONFIG, RECORD, Folder, Problem, number, problem, whole
+from pose_plugin.checkpoints.saved import NEED_ORIGINAL, RECORD, USUAL_THETA
+from pose_plugin.doctor.folder import CONFIG, SAME, Folder, Problem, number, problem, whole
+from pose_plugin.export.engines import NEED_FACTOR
 from pose_plugin.utils.findings import Severity
 
-_NEEDS_FACTOR = ("linear", "dynamic", "yarn", "llama3")
 # (model type, vocabulary, largest base that was trained with that window, its window): models whose published windows
 # are known from the vocabulary.
 _TRAINED = (("llama", 32000, 10000.0, 4096), ("llama", 128256, 500000.0, 8192))
@@ -16,15 +16,11 @@ _TRAINED = (("llama", 32000, 10000.0, 4096), ("llama", 128256, 500000.0, 8192))
 _BASES = {("qwen2", 151936): 1e6, ("qwen2", 152064): 1e6, ("qwen3", 151936): 1e6, ("llama", 128256): 500000.0}
 # Keys that the published configs of a family have in their rope dict, and that its class reads.
 _FAMILY_KEYS = {"qwen3_5": ("mrope_section", "partial_rotary_factor"), "qwen3_vl": ("mrope_section",)}
-# Ratios of lengths that differ less than this are the same.
-_SAME = 0.01
-# What most classes use if a config names no base.
-_USUAL_THETA = 10000.0
 
 
 def factors(folder: Folder) -> Iterator[Problem]:
     """A factor that is missing or does not stretch."""
-    if folder.kind not in _NEEDS_FACTOR or (folder.kind == "dynamic" and folder.rope.get("alpha")):
+    if folder.kind not in NEED_FACTOR or (folder.kind == "dynamic" and folder.rope.get("alpha")):
         return
     name = folder.forms()[-1]
     value = folder.rope.get("factor")
@@ -60,7 +56,7 @@ def maximum_not_raised(folder: Folder) -> Iterator[Problem]:
     reached = folder.reached
     if reached is None or not folder.maximum or not folder.original:
         return
-    if folder.maximum < reached * (1 - _SAME):
+    if folder.maximum < reached * (1 - SAME):
         yield problem(
             "maximum not raised",
             "max_position_embeddings",
@@ -71,7 +67,7 @@ def maximum_not_raised(folder: Folder) -> Iterator[Problem]:
             "warning",
             {CONFIG: {folder.place("max_position_embeddings"): reached}},
         )
-    elif folder.maximum > reached * (1 + _SAME):
+    elif folder.maximum > reached * (1 + SAME):
         yield problem(
             "factor below maximum",
             f"{folder.forms()[-1]}.factor",
@@ -119,7 +115,7 @@ def base_missing(folder: Folder) -> Iterator[Problem]:
     if inside is not None:
         # transformers 5 reads rope_scaling instead of the whole of rope_parameters, with the base in it.
         usual, source = inside, "rope_parameters"
-    severity: Severity = "error" if usual and usual != _USUAL_THETA else "warning"
+    severity: Severity = "error" if usual and usual != USUAL_THETA else "warning"
     if folder.new_form is None and usual is None:
         # Configs of 2023 name no base and mean the default, a few of them with a scaling.
         if folder.kind == "default":
@@ -145,10 +141,10 @@ def trained_window(folder: Folder) -> tuple[int, str] | None:
     """
     if folder.kind != "default" or not folder.maximum or folder.is_adapter or RECORD in folder.files:
         return None
-    theta = number(folder.rope.get("rope_theta")) or _USUAL_THETA
+    theta = number(folder.rope.get("rope_theta")) or USUAL_THETA
     base = folder.base
     if base is not None and base.maximum and base.kind == "default":
-        same = (number(base.rope.get("rope_theta")) or _USUAL_THETA) == theta
+        same = (number(base.rope.get("rope_theta")) or USUAL_THETA) == theta
         if same and base.maximum < folder.maximum:
             return base.maximum, "the model before training has the same frequencies and was made for"
     for kind, vocabulary, largest, window in _TRAINED:
