@@ -31,7 +31,7 @@ def extend_context(
 ) -> Any:
     """Return a copy of a config that reaches `target_length`. Build the model from it: inv_freq is made then, once.
 
-    What the base or the extension does unexpectedly is logged, see `rope_findings`.
+    What the base or the extension does unexpectedly is logged, see `RopePlan.findings`.
 
     Args:
         config: a transformers config, or the dict of a config.json (then a dict comes back). Not modified.
@@ -63,23 +63,16 @@ def apply_plan(config: Any, plan: RopePlan) -> Any:
     """Return a copy of `config` with the plan's rope parameters, maximum, record and copies for older readers."""
     result = copy.deepcopy(config)
     text = text_config(result)
-    parameters, extra = copy.deepcopy(plan.rope_parameters), _extra(plan)
-    # The rope goes first: a yarn dict without an original length takes the maximum at that moment.
-    if isinstance(text, Mapping):
-        store: dict[str, Any] = text  # type: ignore[assignment]
-        if not plan.fixed:
-            store["rope_parameters"] = parameters
-        store["max_position_embeddings"] = plan.max_position_embeddings
-    else:
-        store = text.__dict__
-        if not plan.fixed:
-            text.rope_parameters = parameters
-        text.max_position_embeddings = plan.max_position_embeddings
+    store: Any = text if isinstance(text, Mapping) else text.__dict__
+    for key, value in _values(plan).items():
+        if store is text:
+            store[key] = value
+        else:
+            setattr(text, key, value)
     for key in (*_TOP_KEYS, *(() if plan.top_original else ("original_max_position_embeddings",))):
         store.pop(key, None)
-    store.update(_raised(text, plan))
     # Not by setattr: setting the property `rope_scaling` of a config object replaces rope_parameters.
-    store.update(extra)
+    store.update(_raised(text, plan) | _extra(plan))
     return result
 
 
@@ -102,11 +95,14 @@ def rope_overrides(
             "overrides_of_model_config does not reach. Save `extend_context(config, …)` into a folder and set "
             "base_model_config to it"
         )
-    result: dict[str, Any] = {} if plan.fixed else {"rope_parameters": copy.deepcopy(plan.rope_parameters)}
-    result["max_position_embeddings"] = plan.max_position_embeddings
-    result.update(_raised(text_config(whole), plan))
-    result.update({key: value for key, value in _extra(plan).items() if key != "rope_scaling"})
-    return result
+    extra = {key: value for key, value in _extra(plan).items() if key != "rope_scaling"}
+    return _values(plan) | _raised(text_config(whole), plan) | extra
+
+
+def _values(plan: RopePlan) -> dict[str, Any]:
+    """Return the rope, and then the maximum: a yarn dict without an original length takes the one that it finds."""
+    rope = {} if plan.fixed else {"rope_parameters": copy.deepcopy(plan.rope_parameters)}
+    return rope | {"max_position_embeddings": plan.max_position_embeddings}
 
 
 def _raised(text: Any, plan: RopePlan) -> dict[str, int]:
