@@ -13,7 +13,7 @@ from pose_plugin.beacon.cache import BeaconCache, digest_of, stream_of
 from pose_plugin.beacon.checks import one_policy, renamed, two_caches
 from pose_plugin.utils.errors import PoSEError
 
-# Arguments of generate with which tokens are guessed, read, and taken back if wrong.
+# Arguments of generate with which tokens are guessed, read, and taken back if wrong (assisted decoding).
 _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 # What transformers generates if neither max_new_tokens nor max_length says how much.
 _USUAL_LENGTH = 20
@@ -60,7 +60,7 @@ class Generation:
                 raise PoSEError("context: the bare model cannot read a BeaconCache while the adapter is disabled")
             return tuner.model.generate(inputs, **kwargs)
         policy = one_policy(ratio, ratios)
-        guesses = _guesses(tuner, kwargs)
+        guesses = any(_setting(tuner, kwargs, name) for name in _GUESSING)
         past = _past(inputs, context, kwargs, guesses)
         # A model's own config often says use_cache: false, left over from training; only the call decides.
         asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
@@ -261,11 +261,6 @@ def _setting(tuner: Any, kwargs: dict[str, Any], name: str) -> Any:
     configs = (kwargs.get("generation_config"), tuner.model.generation_config)
     found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
-
-
-def _guesses(tuner: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether tokens are guessed, read, and taken back if wrong (assisted decoding)."""
-    return any(_setting(tuner, kwargs, name) for name in _GUESSING)
 
 
 def _lengths(

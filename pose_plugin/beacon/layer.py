@@ -154,11 +154,8 @@ class BeaconLinear(nn.Module, BeaconLayer):
         if (full := self.active(self.beacon_proj)) is not None:
             return route(x, given, self.base_layer, functools.partial(_apply, self.beacon_proj[full]))
         if (low := self.active(self.beacon_A)) is not None:
-            return route(x, given, self.base_layer, functools.partial(self._with_delta, name=low))
+            return route(x, given, self.base_layer, lambda rows: self.base_layer(rows) + self.delta(rows, low))
         return self.base_layer(x, *args, **kwargs)
-
-    def _with_delta(self, rows: torch.Tensor, name: str) -> torch.Tensor:
-        return self.base_layer(rows) + self.delta(rows, name)
 
     def delta(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         """Return B·A·x for beacon rows, (batch, beacons, out)."""

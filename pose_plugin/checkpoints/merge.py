@@ -58,10 +58,8 @@ def embeddings_came_apart(merged: Saved, reference: Saved) -> str | None:
     if merged.adapter is not None or facts is None:
         return None
     trained = trains_embeddings_apart(facts.model_dump())
-    return _came_apart(trained) if trained and is_tied(merged.path) else None
-
-
-def _came_apart(trained: list[str]) -> str:
+    if not trained or not is_tied(merged.path):
+        return None
     return (
         f"the adapter trained {', '.join(trained)} of a base with tie_word_embeddings=true. Input and output "
         "embeddings differ since then, and this merged model ties them again. Merge with merge_method: legacy "

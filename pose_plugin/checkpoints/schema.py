@@ -150,12 +150,6 @@ class _Trained(Part):
     first_process: dict[str, Any] | None = None
 
 
-class _Lora(Part):
-    r: int | None = None
-    use_dora: bool | None = None
-    modules_to_save: list[str] | None = None
-
-
 class Record(Part):
     """pose.json: what a run of this package trained."""
 
@@ -168,7 +162,7 @@ class Record(Part):
     model: _Model = _Model()
     base: _Base = _Base()
     method: str | None = None
-    adapter: _Lora | None = None
+    adapter: Adapter | None = None
     trained: _Trained | None = None
     versions: dict[str, str] = {}
     hardware: str | None = None

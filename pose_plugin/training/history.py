@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,8 @@ def whole_checkpoint(checkpoint: str, output: str) -> str | None:
     # transformers raises if there is no such folder: its name may be misspelt.
     if _step(path) is None or not path.exists() or _is_whole(path):
         return checkpoint
-    before = next((each for each in _whole_checkpoints(path.parent) if _step(Path(each)) < _step(path)), None)
+    earlier = (each for each in _checkpoints(path.parent) if _step(each) < _step(path))
+    before = next((str(each) for each in earlier if _is_whole(each)), None)
     if before is None and path.resolve().parent != Path(output).resolve():
         return checkpoint
     log.warning(
@@ -100,12 +100,8 @@ def whole_checkpoint(checkpoint: str, output: str) -> str | None:
     return before
 
 
-def _whole_checkpoints(folder: Path) -> Iterator[str]:
-    """Yield the checkpoints of a folder that can be resumed, the last one first."""
-    yield from (str(path) for path in _checkpoints(folder) if _is_whole(path))
-
-
 def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, the last one first."""
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
     return sorted(found, key=_step, reverse=True)
 
