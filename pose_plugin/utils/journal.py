@@ -50,7 +50,7 @@ class Journal:
         self.damaged = 0
         self._file: BinaryIO | None = None
         if path.exists():
-            self._read()
+            self.read()
 
     def get(self, key: str) -> list[Row]:
         """Return the rows of a key, the oldest first."""
@@ -86,7 +86,7 @@ class Journal:
             self._file = self.path.open("ab", buffering=0)
         if lock:
             _lock(self._file, self.path)
-            self._read()
+            self.read()
         return self._file
 
     def close(self) -> None:
@@ -96,10 +96,7 @@ class Journal:
             self._file = None
 
     def read(self) -> None:
-        """Read the rows again, with those that other processes have added."""
-        self._read()
-
-    def _read(self) -> None:
+        """Read the rows, with those that other processes have added."""
         self.rows, self.damaged = {}, 0
         # By bytes: text files also break lines at characters that a row may contain, such as U+2028.
         for line in self.path.read_bytes().split(b"\n"):

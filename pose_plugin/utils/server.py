@@ -163,24 +163,16 @@ class Server:
         Raises:
             TooLongError, RefusedError, ServerGoneError
         """
-        ends = {"stop": stop} if stop else {}
-        answer = self._sent(
-            self.client.completions.create,
-            model=self.model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body=more, **ends,
-        )  # fmt: skip
-        return self._reply(answer)
+        return self._written(self.client.completions.create, tokens, stop, more, prompt=prompt)
 
     def chat(self, text: str, tokens: int, stop: list[str] | None = None, more: dict[str, Any] | None = None) -> Reply:
         """Answer a message greedily, by POST /chat/completions; arguments and errors as for `complete`."""
-        ends = {"stop": stop} if stop else {}
-        answer = self._sent(
-            self.client.chat.completions.create,
-            model=self.model, messages=[{"role": "user", "content": text}], max_tokens=tokens, temperature=0,
-            extra_body=more, **ends,
-        )  # fmt: skip
-        return self._reply(answer)
+        messages = [{"role": "user", "content": text}]
+        return self._written(self.client.chat.completions.create, tokens, stop, more, messages=messages)
 
-    def _reply(self, answer: Any) -> Reply:
+    def _written(self, call: Any, tokens: int, stop: Any, more: Any, **given: Any) -> Reply:
+        ends = {"stop": stop} if stop else {}
+        answer = self._sent(call, model=self.model, max_tokens=tokens, temperature=0, extra_body=more, **ends, **given)
         found = as_json(answer)
         choice = at(found, "choices", 0)
         if choice is None:
