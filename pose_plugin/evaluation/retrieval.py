@@ -54,10 +54,12 @@ class Retrieval(Asking):
 
     Attributes:
         rules: by kind, how an answer is scored.
+        steps: about how many tokens an answer has.
     """
 
     x_label: ClassVar[str] = "prompt length (tokens)"
     rules: ClassVar[dict[str, str]]
+    steps: ClassVar[int] = 16
 
     trials: PositiveInt = Field(
         50, description="prompts per length and kind, rounded up to equally many for each depth",
@@ -104,7 +106,7 @@ class Retrieval(Asking):
         self.prompts(self._lengths[0])
 
     def work(self, length: int) -> Work:
-        return Work(length, self.trials * len(self.asked()), steps=16)
+        return Work(length, self.trials * len(self.asked()), self.steps)
 
     def questions(self, length: int) -> list[Prompt]:
         return self.prompts(length)

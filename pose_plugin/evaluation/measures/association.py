@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.measures.needle import DEPTHS
 from pose_plugin.evaluation.prompts import Haystack, require_room
-from pose_plugin.evaluation.results import Result, Work
+from pose_plugin.evaluation.results import Result
 from pose_plugin.evaluation.retrieval import Prompt, Retrieval, for_each_depth
 
 FACTS = 4
@@ -73,6 +73,7 @@ class Association(Retrieval):
     title: ClassVar[str] = "Association, {kind}: mean score"
     label: ClassVar[str] = "people found"
     depth_label: ClassVar[str] = "depth of the fact"
+    steps: ClassVar[int] = 8
     rules: ClassVar[dict[str, str]] = dict.fromkeys(
         ("literal", "associated"), "1 if the first of the people that the answer names is the right one"
     )
@@ -122,6 +123,3 @@ class Association(Retrieval):
 
     def chance(self, prompt: Prompt) -> str:
         return f"1/{FACTS}"
-
-    def work(self, length: int) -> Work:
-        return Work(length, self.trials * len(self.rules), steps=8)

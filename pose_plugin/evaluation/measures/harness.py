@@ -22,7 +22,7 @@ from pose_plugin.config import PositiveInt
 from pose_plugin.evaluation.fingerprints import of_folder
 from pose_plugin.evaluation.measure import Measure, Windows
 from pose_plugin.evaluation.questions import Answers, unanswered
-from pose_plugin.evaluation.results import Result, Row, Work
+from pose_plugin.evaluation.results import Result, Row
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.models import unwrap
 
@@ -65,9 +65,6 @@ class Harness(Measure):
     def pieces(self) -> list[int]:
         """All lengths at once: lm-eval reads thousands of task files at each start."""
         return self._lengths[-1:]
-
-    def work(self, length: int) -> Work:
-        return Work(length, 0)
 
     def run(self, model: Any, length: int) -> Result:
         import lm_eval

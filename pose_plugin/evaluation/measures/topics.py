@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 from pose_plugin.config import PositiveInt
 from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.prompts import Haystack, require_room
-from pose_plugin.evaluation.results import Result, Work
+from pose_plugin.evaluation.results import Result
 from pose_plugin.evaluation.retrieval import Prompt, Retrieval
 from pose_plugin.utils.errors import PoSEError
 
@@ -69,6 +69,7 @@ class Topics(Retrieval):
     name: ClassVar[str] = "topics"
     title: ClassVar[str] = "Topics, {kind}: mean score"
     label: ClassVar[str] = "first topics found"
+    steps: ClassVar[int] = 12
     rules: ClassVar[dict[str, str]] = {
         "first": "1 if the first topic of the list that the answer names is the one that was talked about first"
     }
@@ -129,6 +130,3 @@ class Topics(Retrieval):
 
     def chance(self, prompt: Prompt) -> str:
         return f"1/{self.topics_of(prompt.length)}"
-
-    def work(self, length: int) -> Work:
-        return Work(length, self.trials, steps=12)
