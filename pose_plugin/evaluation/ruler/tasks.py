@@ -80,17 +80,9 @@ class Task:
         raise NotImplementedError
 
 
-def _numbers(draw: random.Random, data: Data) -> str:
-    return str(draw.randint(10**6, 10**7 - 1))
-
-
-def _uuids(draw: random.Random, data: Data) -> str:
-    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
-
-
 KINDS: dict[str, Callable[[random.Random, Data], str]] = {
-    "numbers": _numbers,
-    "uuids": _uuids,
+    "numbers": lambda draw, data: str(draw.randint(10**6, 10**7 - 1)),
+    "uuids": lambda draw, data: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
     "words": lambda draw, data: data.key(draw),
 }
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
