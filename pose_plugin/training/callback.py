@@ -21,30 +21,10 @@ from pose_plugin.positions import make_sampler, sketch
 from pose_plugin.rope import base_findings, restore_rope, verify_rope
 from pose_plugin.rope.read import text_config
 from pose_plugin.selftest import self_test
-from pose_plugin.training.checks import (
-    is_unsloth,
-    parallel_sizes,
-    require_positions_pass,
-    require_rows_fit,
-    require_same_rope,
-    require_unsloth_fits,
-    require_window,
-    warning_of_frozen_parts,
-    warning_of_no_jumps,
-    warning_of_tied_embeddings,
-)
+from pose_plugin.training import checks, saving
 from pose_plugin.training.data_report import look_at_rows
 from pose_plugin.training.history import History
 from pose_plugin.training.launch import let_cpu_ranks_gather, report_launch
-from pose_plugin.training.saving import (
-    ModelCard,
-    complete_card,
-    known_limit,
-    probe_of,
-    resumable,
-    save_config_with_shards,
-    weights_are_divided,
-)
 from pose_plugin.utils.distributed import together
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.files import staged
@@ -65,7 +45,7 @@ class PoSECallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, collator: PositionCollator, pack: Packing | None = None) -> None:
         self.trainer, self.collator, self.pack = trainer, collator, pack
-        self.card = ModelCard(trainer, collator.settings.target_length)
+        self.card = saving.ModelCard(trainer, collator.settings.target_length)
         self.boundaries = RestartBoundaries()
         self.answered: dict[str, Any] | None = None
         self.data: list[str] | None = None
@@ -77,10 +57,10 @@ class PoSECallback(TrainerCallback):
     def saved(self, folder: str | Path) -> None:
         """Complete a folder that the trainer has just saved. Call it on every rank."""
         # Every rank asks the model, as the weights may be spread over the ranks.
-        self.answered = probe_of(self.trainer, self.collator.settings)
+        self.answered = saving.probe_of(self.trainer, self.collator.settings)
         # If all ranks save, as each holds a part of the weights, they also leave together: Axolotl then writes into the
         # folder on every rank, while rank 0 may still be completing it.
-        with together() if weights_are_divided(self.trainer) else nullcontext():
+        with together() if saving.weights_are_divided(self.trainer) else nullcontext():
             if self.trainer.args.should_save:
                 self.complete(folder)
 
@@ -92,16 +72,16 @@ class PoSECallback(TrainerCallback):
         facts["trained"]["steps"] -= self.history.idle_steps
         facts["trained"].update(self.history.of_loaded_weights)
         if trainer.is_fsdp_enabled:
-            save_config_with_shards(model.config, Path(folder))
-        limit = known_limit(trainer, settings.target_length)
+            saving.save_config_with_shards(model.config, Path(folder))
+        limit = saving.known_limit(trainer, settings.target_length)
         stored = bool(getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False))
         complete_folder(
             folder, model.config, settings, limit is None, facts=facts, probe=self.answered, stored_quantised=stored
         )
         if Path(folder).name.startswith(PREFIX_CHECKPOINT_DIR):
-            resumable(Path(folder) / "config.json")
+            saving.resumable(Path(folder) / "config.json")
         else:
-            complete_card(folder, limit)
+            saving.complete_card(folder, limit)
 
     def before_push(self, checkpoint: str | Path) -> None:
         """Copy the record of a checkpoint into the output folder, which is what the trainer uploads next."""
@@ -144,14 +124,14 @@ class PoSECallback(TrainerCallback):
                 "whose positions this run would not check, count or record. Pass the new one to the trainer's "
                 "constructor as data_collator"
             )
-        require_rows_fit(parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
+        checks.require_rows_fit(checks.parallel_sizes(self.trainer, "cp_size", "sp_size"), settings)
         if make_sampler(settings).skips:
-            require_positions_pass(self.trainer.model)
-        if is_unsloth(model):
-            require_unsloth_fits(model, settings)
+            checks.require_positions_pass(self.trainer.model)
+        if checks.is_unsloth(model):
+            checks.require_unsloth_fits(model, settings)
         self._verify_frequencies(model)
-        require_window(model.config, settings.target_length)
-        require_same_rope(model.config, settings)
+        checks.require_window(model.config, settings.target_length)
+        checks.require_same_rope(model.config, settings)
         if self.pack is not None:
             require_packing_support(model)
             self.boundaries.install()
@@ -201,7 +181,7 @@ class PoSECallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self.history.loaded(state.best_model_checkpoint, state.best_global_step)
         # Now, while all ranks are alive: Axolotl saves once more after the other ranks have ended.
-        self.answered = probe_of(self.trainer, self.collator.settings)
+        self.answered = saving.probe_of(self.trainer, self.collator.settings)
         if state.is_world_process_zero and not state.global_step:
             log.warning(
                 "NOTHING WAS TRAINED: the run ended after steps=0, and the saved weights are the base's. Check "
@@ -227,12 +207,12 @@ class PoSECallback(TrainerCallback):
     def _describe(self) -> None:
         settings = self.collator.settings
         log.info("settings: %s", settings.model_dump(exclude_defaults=True))
-        frozen = warning_of_frozen_parts(self.trainer.model, settings.target_length)
-        for warning in (frozen, warning_of_tied_embeddings(self.trainer.model)):
+        frozen = checks.warning_of_frozen_parts(self.trainer.model, settings.target_length)
+        for warning in (frozen, checks.warning_of_tied_embeddings(self.trainer.model)):
             if warning:
                 log.warning(warning)
         sampler = make_sampler(settings)
-        if warning := warning_of_no_jumps(settings):
+        if warning := checks.warning_of_no_jumps(settings):
             log.warning(warning)
         elif settings.train_length is not None and sampler.skips:
             about = " (with borders as often as usual)" if sampler.border_finder is not None else ""
