@@ -12,7 +12,7 @@ from typing import Any
 
 from pose_plugin.checkpoints.lengths import UNSET_GENERATION
 from pose_plugin.checkpoints.saved import ADAPTER, Saved, base_of, public_name, read_record, read_saved, require_peft
-from pose_plugin.utils.errors import PoSEError, RopeMismatchError
+from pose_plugin.utils.errors import PoSEError, RopeMismatchError, first_line
 from pose_plugin.utils.log import log, show_log
 from pose_plugin.utils.tables import counted
 
@@ -315,7 +315,9 @@ def place(device: str | None) -> Any:
         torch.empty(1, device=found)
         return found
     except (RuntimeError, AssertionError) as error:
-        raise PoSEError(f"device={device!r} cannot be used here ({_first(error)}); name another, e.g. cpu") from error
+        raise PoSEError(
+            f"device={device!r} cannot be used here ({first_line(error)}); name another, e.g. cpu"
+        ) from error
 
 
 def _config(path: str, revision: str | None = None) -> Any:
@@ -344,9 +346,6 @@ def _tokenizer(path: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except Exception as error:
         # The tokenizers library raises plain Exceptions for a file that it does not know.
-        raise PoSEError(f"{path} has no tokenizer that loads; save it next to the model ({_first(error)})") from error
-
-
-def _first(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")
+        raise PoSEError(
+            f"{path} has no tokenizer that loads; save it next to the model ({first_line(error)})"
+        ) from error

@@ -47,7 +47,6 @@ _CODES = {"info": 0, "warning": 1, "error": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     add(

@@ -26,7 +26,7 @@ from pose_plugin.evaluation.measure import Windows, default_lengths
 from pose_plugin.evaluation.measures import MEASURES, by_task, choose, make, options_of, require_effect, with_texts
 from pose_plugin.evaluation.ranks import launched
 from pose_plugin.evaluation.settings import read_text, require_once
-from pose_plugin.utils.errors import Complaints, PoSEError
+from pose_plugin.utils.errors import Complaints, PoSEError, flag
 from pose_plugin.utils.lengths import parse_length, parse_lengths
 from pose_plugin.utils.plots import require_matplotlib
 
@@ -43,7 +43,6 @@ example, the three rows every claim needs (base, RoPE only, trained):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
     default = ", ".join(name for name, measure in by_task().items() if measure.by_default)
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         help="also evaluate the first MODEL with its RoPE stretched and no training, e.g. "
         "target_length=2048,rope=linear")  # fmt: skip
     for name, option in options_of(MEASURES.values(), defaults=True).items():
-        add(_flag(name), help=option.description)
+        add(flag(name), help=option.description)
     add("--plan", action="store_true", help="only show how long it would take and how much memory it would need")
     add("--fresh", action="store_true", help="delete the results that --output holds, and measure again")
     add(
@@ -71,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     add("--no-figures", action="store_true", help="no PNG files, which need matplotlib")
     add("--quiet", action="store_true", help="no progress bars")
     served = parser.add_argument_group("a served model, next to the MODELs or without any")
-    for flag, settings in SERVED.items():
-        served.add_argument(flag, **settings)
+    for name, settings in SERVED.items():
+        served.add_argument(name, **settings)
     return run
 
 
@@ -230,7 +229,7 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
                 f"in a command without --url, or choose from {possible}"
             )
         with complaints:
-            require_effect(given, chosen, _flag)
+            require_effect(given, chosen, flag)
     with complaints:
         require_once(args.texts, "--texts")
     texts = []
@@ -240,7 +239,7 @@ def _measures(args: argparse.Namespace) -> list[Measure]:
     made: list[Measure] = []
     with complaints:
         given["progress"] = not args.quiet
-        made = make(chosen, given, texts, lambda name, path: read_text(path, _flag(name)))
+        made = make(chosen, given, texts, lambda name, path: read_text(path, flag(name)))
     complaints.raise_all()
     return made
 
@@ -257,7 +256,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     except ValidationError as error:
         names = [str(each["loc"][0]) for each in error.errors()]
         sentences = explain(error, "options", model).splitlines()
-        shown = [f"{_flag(name)} {given[name]}: {text}" for name, text in zip(names, sentences, strict=True)]
+        shown = [f"{flag(name)} {given[name]}: {text}" for name, text in zip(names, sentences, strict=True)]
         raise PoSEError("\n".join(shown)) from None
 
 
@@ -267,10 +266,6 @@ def _typed(text: str, annotation: str) -> Any:
         inner = annotation[annotation.index("list[") + 5 :]
         return [_typed(part.strip(), inner) for part in text.split(",") if part.strip()]
     return as_number(text) if "int" in annotation or "float" in annotation else text
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _evaluator(measures: list[Measure], sources: list[Source], variants: int) -> Source | None:

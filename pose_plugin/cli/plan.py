@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pose_plugin.cli.coverage import MOST_DRAWS
 from pose_plugin.cli.parser import amount, count
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, flag
 from pose_plugin.utils.lengths import parse_length
 
 if TYPE_CHECKING:
@@ -95,10 +95,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _inputs(args: argparse.Namespace) -> Inputs:
     """Read the YAML or the script, or build the same values from the options."""
     from pose_plugin.plan.config_reader import from_values, from_yaml
@@ -108,11 +104,12 @@ def _inputs(args: argparse.Namespace) -> Inputs:
     ours = {name: value for name in _IN_YAML if (value := getattr(args, name)) is not None}
     if args.config is not None:
         if ours:
-            option = _option(next(iter(ours)))
-            raise PoSEError(f"{option} cannot be combined with {args.config}, which sets it; change it there")
+            raise PoSEError(
+                f"{flag(next(iter(ours)))} cannot be combined with {args.config}, which sets it; change it there"
+            )
         read = from_script if args.config.endswith(".py") else from_yaml
         return read(args.config, args.base, **given)
-    missing = [_option(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]
+    missing = [flag(name) for name in ("base", "target_length", "train_length") if not getattr(args, name)]
     if missing:
         raise PoSEError(f"{', '.join(missing)} missing: give an Axolotl YAML or a TRL script, or these options")
     ours = _IN_YAML | ours

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-from pose_plugin.synthesize.settings import JOURNAL, RECIPES, ROWS, TRIES, Settings, option, parse_settings
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.synthesize.settings import JOURNAL, RECIPES, ROWS, TRIES, Settings, parse_settings
+from pose_plugin.utils.errors import PoSEError, first_line, flag
 
 if TYPE_CHECKING:
     from pose_plugin.synthesize.run import Result
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
             add = parser.add_argument_group(GROUPS[name]).add_argument
         text = field.description or ""
         if field.annotation is bool:
-            add(option(f"no_{name}"), dest=name, action="store_false", default=None, help=text)
+            add(flag(f"no_{name}"), dest=name, action="store_false", default=None, help=text)
         elif name != "inputs":
             if "default" not in text and field.default is not None and not field.is_required():
                 text += f" (default {field.default})"
             choices = [each for each in get_args(field.annotation) if isinstance(each, str)]
             # A recipe may give the window, so pydantic reports it if it is missing.
             required = field.is_required() and name != "window"
-            add(option(name), required=required, choices=choices or None, help=text.replace("%", "%%"))
+            add(flag(name), required=required, choices=choices or None, help=text.replace("%", "%%"))
     return run
 
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(values: dict[str, Any]) -> str:
-    return " ".join(f"{option(name)} {value}" for name, value in values.items())
+    return " ".join(f"{flag(name)} {value}" for name, value in values.items())
 
 
 def load_tokenizer(name: str) -> Any:
@@ -103,9 +103,9 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PoSEError(
-            f"--tokenizer {name} cannot be loaded ({reason}); give the folder or hub name of the model to train"
+            f"--tokenizer {name} cannot be loaded ({first_line(error)}); give the folder or hub name of the model to "
+            "train"
         ) from None
 
 

@@ -21,7 +21,7 @@ from pose_plugin.evaluation.questions import Answers, groups, unanswered
 from pose_plugin.evaluation.ranks import Ranks
 from pose_plugin.evaluation.results import ModelResult, Result, Work, joined
 from pose_plugin.evaluation.served import ServedModel, ServedSource, cost
-from pose_plugin.utils.errors import Complaints, PoSEError
+from pose_plugin.utils.errors import Complaints, PoSEError, first_line
 from pose_plugin.utils.journal import digest
 from pose_plugin.utils.log import log
 from pose_plugin.utils.server import ServerGoneError
@@ -330,10 +330,9 @@ class Session:
         except PoSEError:
             raise
         except Exception as error:
-            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PoSEError(
-                f"{source.path} was loaded, but cannot run on {device_of(model)}: {text}. Use another --device or "
-                "--dtype"
+                f"{source.path} was loaded, but cannot run on {device_of(model)}: {first_line(error)}. Use another "
+                "--device or --dtype"
             ) from error
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pose_plugin.utils.errors import PoSEError, pip_install
+from pose_plugin.utils.errors import PoSEError, module_of_extra
 
 TEXTS = (".txt", ".md", ".markdown")
 ENDINGS = (*TEXTS, ".jsonl", ".parquet")
@@ -152,10 +152,9 @@ def _lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise PoSEError(f"{path} needs pyarrow: {pip_install('synthesize')}") from None
+    module_of_extra("pyarrow", f"{path} needs pyarrow", "synthesize")
+    from pyarrow import ArrowException, parquet
+
     try:
         file = parquet.ParquetFile(path)
         if text_field not in file.schema_arrow.names:
@@ -279,8 +278,4 @@ def sketch(text: str) -> Any:
 
 
 def _datasketch() -> Any:
-    try:
-        import datasketch
-    except ImportError:
-        raise PoSEError(f"synthesize needs datasketch: {pip_install('synthesize')}") from None
-    return datasketch
+    return module_of_extra("datasketch", "synthesize needs datasketch", "synthesize")

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pose_plugin.synthesize import prompts
 from pose_plugin.synthesize.documents import file_hash
 from pose_plugin.synthesize.quotes import Span
-from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings, option
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
+from pose_plugin.utils.errors import PoSEError, flag
 from pose_plugin.utils.files import atomic_file
 
 # Markers of common chat templates. They are split for any training tokenizer, because the server has another one.
@@ -177,7 +177,7 @@ def require_same(folder: Path, settings: Settings, tokenizer: Any) -> None:
     if before is None:
         return
     differs = [
-        f"{option(name)} was {before.settings.get(name)}, now {value}"
+        f"{flag(name)} was {before.settings.get(name)}, now {value}"
         for name, value in described_settings(settings).items()
         if name not in FREE and before.settings.get(name) != value
     ]

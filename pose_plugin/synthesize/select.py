@@ -23,7 +23,7 @@ from pose_plugin.synthesize.output import MarkerSplitter
 from pose_plugin.synthesize.settings import JOURNAL, MANIFEST, ROWS, SOURCES, Settings
 from pose_plugin.synthesize.tasks.common import Item, item_of
 from pose_plugin.utils.clean import tidy
-from pose_plugin.utils.errors import PoSEError, pip_install
+from pose_plugin.utils.errors import PoSEError, module_of_extra
 from pose_plugin.utils.log import printable
 
 SAME, ALIKE = "the same text again", "nearly the same text again"
@@ -134,10 +134,7 @@ class _Band:
 def _language_filter(languages: tuple[str, ...]) -> Callable[[str], bool]:
     if not languages:
         return lambda text: True
-    try:
-        import py3langid
-    except ImportError:
-        raise PoSEError(f"--languages needs py3langid: {pip_install('synthesize')}") from None
+    py3langid = module_of_extra("py3langid", "--languages needs py3langid", "synthesize")
     known = {str(code) for code, _ in py3langid.rank("")}
     for language in languages:
         if language not in known:
@@ -228,11 +225,8 @@ def groups(documents: list[Document], size: int, most_tokens: int, least_tokens:
 
 
 def _vectors(texts: list[str]) -> Any:
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError:
-        raise PoSEError(f"the task compare needs scikit-learn: {pip_install('synthesize')}") from None
+    text = module_of_extra("sklearn.feature_extraction.text", "the task compare needs scikit-learn", "synthesize")
     # Runs of letters within words also serve languages that are written without spaces.
-    return TfidfVectorizer(
+    return text.TfidfVectorizer(
         analyzer="char_wb", ngram_range=(4, 5), sublinear_tf=True, max_features=1 << 17
     ).fit_transform(texts)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pose_plugin.synthesize.settings import FORMATS, Settings
 from pose_plugin.utils.clean import Cleaner, without_password
-from pose_plugin.utils.errors import PoSEError, pip_install
+from pose_plugin.utils.errors import module_of_extra
 from pose_plugin.utils.server import CONNECT, TOO_LONG, at, count, words_of
 
 # What to do about a prompt and an answer that are longer than the server's context.
@@ -112,7 +112,7 @@ class Server:
     """
 
     def __init__(self, settings: Settings, key: str, clean: Cleaner) -> None:
-        self._openai = openai = _openai()
+        self._openai = openai = module_of_extra("openai", "synthesize needs the openai client", "synthesize")
         self._settings, self._clean = settings, clean
         # Silence ends a request after --timeout seconds, and the client repeats it.
         limit = openai.Timeout(settings.timeout, connect=min(settings.timeout, CONNECT))
@@ -263,11 +263,3 @@ def _reply(found: dict[str, Any], answer_tokens: int) -> Reply:
         output_tokens=count(at(found, "usage", "completion_tokens")),
         model=str(found.get("model") or ""),
     )
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ImportError:
-        raise PoSEError(f"synthesize needs the openai client: {pip_install('synthesize')}") from None
-    return openai

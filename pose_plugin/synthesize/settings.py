@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.errors import PoSEError, flag
 from pose_plugin.utils.lengths import LONGEST, length_or_same
 from pose_plugin.utils.server import check_address
 
@@ -231,11 +231,6 @@ def _sentence(item: Any) -> str:
         return str(item["ctx"]["error"])
     first, *rest = map(str, item["loc"])
     if item["type"] == "missing":
-        return f"{option(first)} is missing: {Settings.model_fields[first].description}"
-    place = " ".join([option(first), *(part for part in rest if part != "[key]")])
+        return f"{flag(first)} is missing: {Settings.model_fields[first].description}"
+    place = " ".join([flag(first), *(part for part in rest if part != "[key]")])
     return f"{place} {item['input']!r}: {item['msg']}; {Settings.model_fields[first].description}"
-
-
-def option(name: str) -> str:
-    """Return the command-line option of a setting."""
-    return "--" + name.replace("_", "-")

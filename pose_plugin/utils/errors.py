@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 
@@ -30,6 +31,11 @@ def shown(value: Any, limit: int = 100) -> str:
     text = " ".join((str(value) or type(value).__name__).split()) if isinstance(value, Exception) else repr(value)
     half = (limit - 5) // 2
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")
 
 
 def regular_expression(key: str, text: str) -> re.Pattern[str]:
@@ -94,10 +100,23 @@ def pip_install(extra: str) -> str:
     return " ".join(["pip install", *(f'"{each}"' for each in needed)])
 
 
+def module_of_extra(name: str, needed: str, extra: str) -> Any:
+    """Return a module of an extra. Without it, raise PoSEError: `needed` ("… needs openai"), and how to install it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise PoSEError(f"{needed}: {pip_install(extra)}") from None
+
+
 FORGOTTEN_LINE = (
     "the config has a `pose:` block, but `plugins:` does not name the plugin that reads it, so it would have no "
     "effect. Add `plugins: [pose_plugin]`, or remove the block"
 )
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -38,4 +38,5 @@ def test_messages_name_only_extras_that_exist():
         # No index has this package yet.
         assert "pose-plugin[" not in text, file
         used |= set(re.findall(r"pip_install\(['\"](\w+)['\"]\)", text))
+        used |= set(re.findall(r"module_of_extra\(.*['\"](\w+)['\"]\)", text))
     assert used >= {"plot", "ruler", "synthesize"} and all(f"\n{name} = [" in project for name in used)
