@@ -22,7 +22,7 @@ import torch
 
 from pose_plugin.attention import attention_function
 from pose_plugin.collator import PositionCollator
-from pose_plugin.features import Packing
+from pose_plugin.features import Feature, Packing, joined
 from pose_plugin.positions import Window
 from pose_plugin.rope.read import original_length, text_config
 from pose_plugin.selftest_layers import Layers
@@ -289,18 +289,12 @@ class _Probe:
         batch.pop("labels", None)
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
-    def _packed(self, features: list[list[dict[str, Any]]]) -> list[Any]:
+    def _packed(self, features: list[list[Feature]]) -> list[Any]:
         if self.pack is Packing.LISTS:
             return features
         if self.pack is Packing.SEQ_LENGTHS:
-            return [
-                {
-                    "input_ids": [token for document in row for token in document["input_ids"]],
-                    "labels": [label for document in row for label in document["labels"]],
-                    "seq_lengths": [len(document["input_ids"]) for document in row],
-                }
-                for row in features
-            ]
+            # TRL gives packed rows no mask.
+            return [{k: v for k, v in joined(row).items() if k != "attention_mask"} for row in features]
         return [row[0] for row in features]
 
     def _windows(self, documents: Sequence[np.ndarray], move_row: int | None, half_way: bool) -> list[Window]:
@@ -387,6 +381,6 @@ class _Probe:
         )
 
 
-def _feature(tokens: np.ndarray) -> dict[str, Any]:
+def _feature(tokens: np.ndarray) -> Feature:
     ids = tokens.tolist()
     return {"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)}
