@@ -39,9 +39,11 @@ def restart_rule(position_ids: torch.Tensor) -> torch.Tensor | None:
         >>> restart_rule(torch.tensor([[0, 7, 8, 0, 3, 0]]))
         tensor([[0, 0, 0, 1, 1, 2]])
     """
+    from transformers.utils import is_tracing
+
     first = position_ids[:, :1] - 1
     documents = (torch.diff(position_ids, prepend=first, dim=-1) < 1).cumsum(-1)
-    if not _tracing(documents) and bool((documents[:, -1] == 0).all()):
+    if not is_tracing(documents) and bool((documents[:, -1] == 0).all()):
         return None
     return documents
 
@@ -128,11 +130,3 @@ def _is_known(rule: Any) -> bool:
     except Exception:
         return False
     return jump is not None and jump.tolist() == [[0, 0, 1, 1, 2, 2]] and plain is None
-
-
-def _tracing(tensor: torch.Tensor) -> bool:
-    try:
-        from transformers.utils import is_tracing
-    except ImportError:
-        return torch.compiler.is_compiling()
-    return bool(is_tracing(tensor))
