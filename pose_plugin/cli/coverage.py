@@ -136,7 +136,7 @@ def _rare(seen: Coverage) -> str:
 def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
     """Return the settings by the name of their line, the user's own first."""
     from pose_plugin.config import parse_settings
-    from pose_plugin.positions.coverage import MOST_POSITIONS
+    from pose_plugin.positions.coverage import require_simulable
     from pose_plugin.positions.samplers import SAMPLERS, unread_options
 
     own: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
@@ -161,11 +161,8 @@ def _settings(args: argparse.Namespace) -> dict[str, PoSESettings]:
     bordered = [name for name, kind in SAMPLERS.items() if kind.border_finder is not None]
     if args.every is not None and not any(each.sampler in bordered for each in settings.values()):
         raise PoSEError(f"--every {args.every} has no effect without --sampler {' or '.join(bordered)}")
-    if args.target_length + args.target_margin > MOST_POSITIONS:
-        raise PoSEError(
-            f"--target-length {args.target_length} and its margin are more than the {MOST_POSITIONS} "
-            "positions that can be simulated; give smaller numbers in the same proportion"
-        )
+    for each in settings.values():
+        require_simulable(each)
     return settings
 
 

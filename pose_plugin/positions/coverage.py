@@ -53,6 +53,15 @@ def simulable(settings: PositionSettings) -> bool:
     return settings.target_length + settings.target_margin <= MOST_POSITIONS
 
 
+def require_simulable(settings: PositionSettings) -> None:
+    """Raise PoSEError unless `simulable`."""
+    if not simulable(settings):
+        raise PoSEError(
+            f"target_length={settings.target_length} and target_margin={settings.target_margin} are more than the "
+            f"{MOST_POSITIONS} positions that can be simulated; give smaller numbers in the same proportion"
+        )
+
+
 def affordable_draws(settings: PositionSettings, most: int) -> int:
     """Return how many rows take about ten seconds to simulate, at least 20 and at most `most`.
 
@@ -63,7 +72,8 @@ def affordable_draws(settings: PositionSettings, most: int) -> int:
     size = settings.train_length or settings.target_length
     chunks = _most_chunks(settings, size, _borders(settings, size))
     # A row with few chunks takes as long as drawing it; measured in pairs of chunks.
-    cost = max(_work_per_row(chunks, settings.target_length), 200)
+    target = settings.target_length
+    cost = max(chunks * chunks if _by_intervals(chunks, target) else 4 * target, 200)
     return max(20, min(most, (1 << 28) // cost))
 
 
@@ -128,11 +138,7 @@ def coverage(
     if size is None:
         raise PoSEError("coverage needs a window: set train_length, the trained window in tokens, or pass window=")
     target = settings.target_length
-    if not simulable(settings):
-        raise PoSEError(
-            f"target_length={target} and target_margin={settings.target_margin} are more than the {MOST_POSITIONS} "
-            "positions that can be simulated; give smaller numbers in the same proportion"
-        )
+    require_simulable(settings)
     borders = _borders(settings, size, every)
     chunks = _most_chunks(settings, size, borders)
     # None shows the bar in a terminal only.
@@ -190,11 +196,6 @@ def _most_chunks(settings: PositionSettings, window: int, borders: np.ndarray | 
 def _by_intervals(chunks: int, target: int) -> bool:
     """Return whether listing the pairs of chunks costs less than an autocorrelation over the target."""
     return chunks * chunks <= 2 * target
-
-
-def _work_per_row(chunks: int, target: int) -> int:
-    """Return the cost of counting one row, in pairs of chunks."""
-    return chunks * chunks if _by_intervals(chunks, target) else 4 * target
 
 
 def _count_by_intervals(layouts: Sequence[Layout], target: int) -> np.ndarray:
