@@ -24,7 +24,7 @@ from pose_plugin.evaluation.best import best_by_measure, best_sentence
 from pose_plugin.evaluation.figures import Picture
 from pose_plugin.evaluation.measure import Measure
 from pose_plugin.evaluation.measures import MEASURES
-from pose_plugin.evaluation.results import ERRORS, FEWEST, ModelResult, Report, Row
+from pose_plugin.evaluation.results import ERRORS, FEWEST, Report, Row
 from pose_plugin.rope.read import far_rope
 from pose_plugin.utils.files import listed_files, staged
 
@@ -125,7 +125,8 @@ def _windows(report: Report) -> list[str]:
 
 def _effective(report: Report, name: str) -> list[str]:
     """Return the sentence on the effective length by one measure, if it says how far back answers were."""
-    found = {m.name: m.results[name].k_max() for m in report.models if _far(m, name)}
+    results = {m.name: m.results[name] for m in report.models if name in m.results}
+    found = {who: r.k_max() for who, r in results.items() if any(row.distance is not None for row in r.rows)}
     return [
         f"Effective length by {name} (k_max): {', '.join(f'{who} {k_max}' for who, k_max in found.items())} tokens. Up "
         "to this distance from the end, at least 20 % is found at every distance."
@@ -154,11 +155,6 @@ def written() -> str:
     versions |= {name: metadata.version(name) for name in ("torch", "transformers")}
     listed = ", ".join(" ".join(each) for each in versions.items())
     return f"Written on {datetime.date.today().isoformat()} on {hardware(ranks)}, with {listed}."
-
-
-def _far(model: ModelResult, name: str) -> bool:
-    """Return whether a model's result of a measure says how far back answers were."""
-    return name in model.results and any(row.distance is not None for row in model.results[name].rows)
 
 
 def markdown(report: Report) -> str:
