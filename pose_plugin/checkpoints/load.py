@@ -42,7 +42,7 @@ def load_extended(folder: str | Path, *, base: str | None = None, is_trainable: 
 
     from pose_plugin.rope import verify_rope
 
-    saved = read_saved(_local(folder))
+    saved = read_saved(local_folder(folder))
     path = saved.path
     if saved.adapter is None:
         if base is not None:
@@ -110,7 +110,8 @@ def warn_of_plain_base(model: Any, adapter: str | Path) -> None:
         return
 
 
-def _local(folder: str | Path) -> Path:
+def local_folder(folder: str | Path) -> Path:
+    """Return a folder, or where a model of the Hugging Face hub was downloaded to. Raise PoSEError if there is none."""
     path = Path(folder)
     if path.is_dir():
         return path

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pose_plugin.checkpoints.lengths import LIMITING, raised_limits
+from pose_plugin.checkpoints.load import local_folder
 from pose_plugin.rope import extend_context
 from pose_plugin.rope.read import RECORD_KEY, text_config
 from pose_plugin.utils.errors import PoSEError
@@ -36,14 +37,10 @@ def extended_base(base: str | Path, folder: str | Path, target_length: int, rope
         `folder`.
 
     Raises:
-        PoSEError: the folder holds something else or files of another base, or the rope is not possible (see
-            `extend_context`).
+        PoSEError: no such base, the folder holds something else or files of another base, or the rope is not possible
+            (see `extend_context`).
     """
-    source, path = Path(base), Path(folder)
-    if not source.is_dir():
-        from huggingface_hub import snapshot_download
-
-        source = Path(snapshot_download(str(base)))
+    source, path = local_folder(base), Path(folder)
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     extended = extend_context(values, target_length, rope, **settings)
     there = path / "config.json"
