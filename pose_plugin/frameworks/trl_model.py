@@ -22,15 +22,6 @@ from pose_plugin.utils.log import log, show_log
 _PLACE = ("revision", "token", "cache_dir", "subfolder", "trust_remote_code")
 # Attributes of a config that `from_pretrained` handles itself.
 _NOT_SET = ("dtype", "torch_dtype", "attn_implementation", "quantization_config")
-# Keys of transformers' rope_parameters → fields of `RopeSettings`.
-_FIELDS = {
-    "factor": "factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-}
 
 
 @contextmanager
@@ -102,8 +93,9 @@ def _as_settings(wished: Mapping[str, Any], config: Any) -> dict[str, Any]:
     if kind == "default":
         theta, old = values.get("rope_theta"), text_config(config).rope_parameters
         return {"type": "base", "theta": theta} if theta and theta != old.get("rope_theta") else {"type": "none"}
+    # The settings have the names of transformers' keys.
     known = KINDS[kind].settings if kind in KINDS else ()
-    settings = {field: values[key] for key, field in _FIELDS.items() if field in known and values.get(key) is not None}
+    settings = {name: values[name] for name in known if values.get(name) is not None}
     if values.get("original_max_position_embeddings"):
         settings["original_length"] = values["original_max_position_embeddings"]
     return {"type": kind, **settings}
