@@ -178,10 +178,12 @@ def _bind_before(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bind(trainer: Any) -> None:
-    # The rows may also have been packed before the trainer was made, e.g. by `trl.pack_dataset`.
-    before = Packing.SEQ_LENGTHS if is_packed(trainer.train_dataset) else None
-    pack = _packing(trainer.args) or _flattened(trainer.data_collator.collate) or before
-    bind(trainer, trainer.data_collator, pack=pack)
+    collate = trainer.data_collator.collate
+    # Some collators put a batch into one row by themselves. Rows may also have been packed before the trainer was made,
+    # e.g. by `trl.pack_dataset`.
+    flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
+    packed = _packs(trainer.args) or flat or is_packed(trainer.train_dataset)
+    bind(trainer, trainer.data_collator, pack=Packing.SEQ_LENGTHS if packed else None)
 
 
 def _bind_around(construct: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +213,7 @@ def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSEColl
     TRL refuses a foreign collator with padding-free rows. So it makes its own first, which ours then wraps.
     """
     config = given.arguments.get("args")
-    if not _padding_free(config):
+    if not getattr(config, "padding_free", False) and not _packs(config):
         # An earlier trainer may have had it wrap TRL's.
         collator.collate = collator._own
         if isinstance(collator._own, _PadLabels):
@@ -230,7 +232,7 @@ def _construct(construct: Any, given: inspect.BoundArguments, collator: PoSEColl
     trainer = given.args[0]
     collator.collate = trainer.data_collator
     trainer.data_collator = collator
-    bind(trainer, collator, pack=_packing(config) or Packing.SEQ_LENGTHS)
+    bind(trainer, collator, pack=Packing.SEQ_LENGTHS)
 
 
 def _require_supervised(trainer: Any) -> None:
@@ -268,17 +270,6 @@ def _called_by(thing: Any, deep: int = 3) -> Iterator[Any]:
                 yield from _called_by(part, deep - 1)
 
 
-def _packing(args: Any) -> Packing | None:
-    """Return how this run packs rows. TRL's "wrapped" rows name no borders, so each is one document."""
-    packed = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") != "wrapped"
-    return Packing.SEQ_LENGTHS if packed else None
-
-
-def _flattened(collate: Any) -> Packing | None:
-    """Return how a collator packs by itself: some put a batch into one row without a setting of the trainer."""
-    flat = isinstance(collate, DataCollatorWithFlattening) or getattr(collate, "padding_free", False)
-    return Packing.SEQ_LENGTHS if flat else None
-
-
-def _padding_free(args: Any) -> bool:
-    return bool(getattr(args, "padding_free", False)) or _packing(args) is not None
+def _packs(args: Any) -> bool:
+    """Return whether a run packs rows. TRL's "wrapped" rows name no borders, so each is one document."""
+    return bool(getattr(args, "packing", False)) and getattr(args, "packing_strategy", "") != "wrapped"
