@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pose_plugin.cli.parser import require_option
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -143,12 +144,7 @@ def _require_used(args: argparse.Namespace) -> None:
         raise PoSEError(
             f"--output {args.output} has no effect without --form 4 or --convert: it names their folder or file"
         )
-    for name in ("outtype", "llama_cpp"):
-        value = getattr(args, name)
-        if value is not None and not args.convert:
-            raise PoSEError(
-                f"--{name.replace('_', '-')} {value} has no effect without --convert (--engine llama.cpp or ollama)"
-            )
+    require_option(args, "--convert", ("--outtype", "--llama-cpp"), "add it, with --engine llama.cpp or ollama")
 
 
 def _require_window(folder: str) -> None:
