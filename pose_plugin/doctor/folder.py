@@ -167,11 +167,8 @@ class Folder:
 
     def forms(self) -> list[str]:
         """Return the names of the rope dicts that the config has."""
-        return [
-            name
-            for name, value in (("rope_parameters", self.new_form), ("rope_scaling", self.old_form))
-            if value is not None
-        ]
+        both = {"rope_parameters": self.new_form, "rope_scaling": self.old_form}
+        return [name for name, value in both.items() if value is not None]
 
 
 def read_folder(folder: str | Path, base: str | Path | None = None) -> Folder:
