@@ -13,6 +13,7 @@ from pose_plugin.positions import Coverage, make_sampler
 from pose_plugin.rope.plan import RopePlan
 from pose_plugin.rope.source import read_rope
 from pose_plugin.training.checks import LARGE_STRETCH, warning_of_no_jumps
+from pose_plugin.utils.models import last_names
 from pose_plugin.utils.tables import counted
 
 # A rule of thumb, not measured; in the PoSE paper's runs most distances are in some thousands of rows.
@@ -183,14 +184,16 @@ def _about_frozen_parts(plan: Plan, original: int) -> list[str]:
     run = plan.inputs.run
     if run.method in ("full", "beacon") or plan.target is None or plan.target / original < LARGE_STRETCH:
         return []
-    saved = " ".join(run.saved_modules)
-    frozen = [name for name, part in (("embeddings", "embed"), ("norms", "norm")) if part not in saved]
+    saved = tuple(run.saved_modules)
+    modules = plan.model.beside_lora
+    frozen = [part for part, paths in modules.items() if not any(path.endswith(saved) for path in paths)]
     if not frozen:
         return []
+    names = ", ".join(name for part in frozen for name in last_names(modules[part]))
     return [
         f"the adapter leaves {' and '.join(frozen)} frozen, and {original} → {plan.target} tokens is a stretch by "
-        f"{plan.target / original:g}: LongLoRA (arXiv 2309.12307) had to train them for a stretch by 8. Add them to "
-        "modules_to_save (Axolotl: lora_modules_to_save)"
+        f"{plan.target / original:g}: LongLoRA (arXiv 2309.12307) had to train them for a stretch by 8. Add "
+        f"modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
     ]
 
 

@@ -20,6 +20,7 @@ from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.trl_script import inputs_of_script
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.utils.errors import PoSEError
+from pose_plugin.utils.models import last_names
 
 METHODS = ("full", "lora", "qlora")
 # Rows of this length fit most GPUs, and PoSE needs no longer ones.
@@ -69,6 +70,7 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
     rope = plan_rope(config, wish.target, Setup.rope)
     window = min(rope.original_length, _USUAL_WINDOW, wish.target) if wish.window is None else wish.window
     row, key = _first_row(Path(wish.data), framework)
+    model = architecture(config)
     setup = Setup(
         base=wish.base,
         data=wish.data,
@@ -79,6 +81,7 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
         target=wish.target,
         window=window,
         gpus=wish.gpus,
+        beside_lora=tuple(name for paths in model.beside_lora.values() for name in last_names(paths)),
     )
     needed = {}
     for method in [wish.method] if wish.method else METHODS[: 2 if wish.gpus == 0 else 3]:
@@ -86,7 +89,7 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
         if setup.sharded:
             setup = replace(setup, layer=_layer_class(config))
         inputs = _read(_write(setup, framework), wish, framework)
-        needed[method] = memory(architecture(config), inputs.run).total / 2**30
+        needed[method] = memory(model, inputs.run).total / 2**30
         # A CPU has what it has: the first method is taken, and the plan shows the memory.
         if wish.gpus == 0 or wish.method or needed[method] <= wish.gpu_gib * _USABLE:
             return _write(replace(setup, gib=needed[method]), framework), notes_of(inputs, rope)

@@ -83,11 +83,19 @@ def _method(setup: Setup) -> Lines:
         (f"adapter: {setup.method}", ""),
         *((f"lora_{name}: {value}", "") for name, value in setup.lora),
         ("lora_target_linear: true", ""),
+        *_saved_modules(setup),
         ("lora_mlp_kernel: false", "Axolotl's kernels for LoRA need a GPU with Triton"),
         ("lora_qkv_kernel: false", ""),
         ("lora_o_kernel: false", ""),
         ("", ""),
     ]
+
+
+def _saved_modules(setup: Setup) -> Lines:
+    if not setup.saved_modules:
+        return []
+    names = ", ".join(setup.saved_modules)
+    return [(f"# {setup.reasons['saved_modules']}", ""), (f"lora_modules_to_save: [{names}]", "")]
 
 
 def _hardware(setup: Setup) -> Lines:

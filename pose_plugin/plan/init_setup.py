@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pose_plugin.training.checks import LARGE_STRETCH
+
 # Rows of one step over all GPUs, as in the PoSE paper.
 _ROWS_OF_STEP = 64
 # The keys by which rows are read; of several in a row, the first one here counts.
@@ -32,6 +34,7 @@ class Setup:
         gpus: how many; 0 for a CPU.
         method: full, lora or qlora.
         layer: the class of the base's decoder layers, which FSDP wraps.
+        beside_lora: names of the base's norms and embeddings; without embeddings that are also its output head.
         gib: estimated memory of each GPU.
     """
 
@@ -46,6 +49,7 @@ class Setup:
     gpus: int
     method: str = "full"
     layer: str = ""
+    beside_lora: tuple[str, ...] = ()
     gib: float = 0.0
 
     rope = "yarn"
@@ -71,6 +75,12 @@ class Setup:
     def sharded(self) -> bool:
         """Whether each GPU holds a part of the weights (FSDP)."""
         return self.method == "full" and self.gpus > 1
+
+    @property
+    def saved_modules(self) -> list[str]:
+        """Modules that are trained whole in addition to an adapter."""
+        large = self.target / self.original >= LARGE_STRETCH
+        return list(self.beside_lora) if large and self.method != "full" else []
 
     @property
     def optimizer(self) -> str:
@@ -113,6 +123,7 @@ class Setup:
             "rounding": "this rounding takes them on average",
             "fsdp": "each GPU holds a part of the weights",
             "state_dict": "saves the whole model",
+            "saved_modules": "a stretch by 8 or more needs them trained, see docs/serving.md",
         }  # fmt: skip
 
 

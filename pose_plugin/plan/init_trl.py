@@ -201,13 +201,16 @@ def _trainer(setup: Setup) -> str:
     collator = f'sampler="turns",  # {why["sampler"]}' if setup.chat else f'content="skip",  # {why["content"]}'
     adapter, widen = "", ""
     if setup.method != "full":
-        values = dict(setup.lora)
+        values, saved = dict(setup.lora), ""
+        if setup.saved_modules:
+            names = ", ".join(map(literal, setup.saved_modules))
+            saved = f"\n        # {why['saved_modules']}\n        modules_to_save=[{names}],"
         adapter = f"""
     peft_config=LoraConfig(
         r={values["r"]},
         lora_alpha={values["alpha"]},
         lora_dropout={values["dropout"]},
-        target_modules="all-linear",
+        target_modules="all-linear",{saved}
         task_type="CAUSAL_LM",
     ),"""
     if setup.method == "qlora":

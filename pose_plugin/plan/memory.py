@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pose_plugin.rope.live import skeleton
-from pose_plugin.rope.read import as_config
+from pose_plugin.rope.read import as_config, lookup
 from pose_plugin.utils.errors import PoSEError, regular_expression
+from pose_plugin.utils.models import embeddings_and_norms
 
 Method = Literal["full", "lora", "qlora", "8bit", "beacon"]
 # Bits of an NF4 weight: 4, one 8-bit constant per 64 weights, and one 32-bit constant per 256 of these constants.
@@ -58,6 +59,8 @@ class Architecture:
         linear: shape of each linear map's weight by its full name, the output head included.
         head: full name of the output head.
         experts: parameters of experts that are kept as one tensor per layer, which are not linear maps.
+        beside_lora: full names of "embeddings" and "norms", which a large stretch needs trained beside LoRA. Without
+            embeddings that are also the output head: PEFT would train the one apart from the other.
         known: whether transformers knows the model type; if not, a Llama of the same sizes is counted.
     """
 
@@ -75,6 +78,7 @@ class Architecture:
     linear: Mapping[str, tuple[int, int]]
     head: str
     experts: int
+    beside_lora: Mapping[str, list[str]]
     known: bool = True
 
     def quantised(self, experts: bool = False) -> int:
@@ -116,7 +120,7 @@ class Architecture:
 
         PEFT selects every module whose name ends with one of the names, so `norm` selects all norms.
         """
-        return sum(size for name, size in self.modules.items() if names and name.endswith(tuple(names)))
+        return sum(size for name, size in self.modules.items() if name.endswith(tuple(names)))
 
 
 def architecture(config: Any) -> Architecture:
@@ -177,6 +181,11 @@ def architecture(config: Any) -> Architecture:
         linear=linear,
         head=next(name for name, module in model.named_modules() if module is head),
         experts=experts,
+        beside_lora={
+            part: paths
+            for part, paths in embeddings_and_norms(model).items()
+            if paths and not (part == "embeddings" and lookup(text, "tie_word_embeddings"))
+        },
         known=known,
     )
 

@@ -18,6 +18,7 @@ from pose_plugin.rope.read import RECORD_KEY, far_rope, lookup, original_length,
 from pose_plugin.rope.stretch import KINDS
 from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.log import log
+from pose_plugin.utils.models import embeddings_and_norms, last_names
 
 # LongLoRA (arXiv 2309.12307) stretched Llama 2 by 8: LoRA alone stayed behind full training at every rank, LoRA with
 # trained embeddings and norms did not.
@@ -247,26 +248,27 @@ def warn_of_other_settings(checkpoint: str, settings: PoSESettings, config: Any)
 
 def frozen_parts(model: Any) -> list[str]:
     """Return which of "embeddings" and "norms" are frozen."""
-    parts = {
-        "embeddings": list(model.get_input_embeddings().parameters()),
-        "norms": [weight for module in _norms(model).values() for weight in module.parameters(recurse=False)],
-    }
-    return [name for name, weights in parts.items() if weights and not any(each.requires_grad for each in weights)]
+    found = []
+    for part, paths in embeddings_and_norms(model).items():
+        weights = [weight for path in paths for weight in model.get_submodule(path).parameters()]
+        if weights and not any(each.requires_grad for each in weights):
+            found.append(part)
+    return found
 
 
 def warning_of_frozen_parts(model: Any, target_length: int) -> str | None:
-    """Return a sentence for the log if a large stretch leaves embeddings or norms frozen, else None."""
+    """Return a sentence for the log if a large stretch leaves embeddings or norms frozen, else None.
+
+    Embeddings that are also the output head are not asked for under an adapter, see `warning_of_tied_embeddings`.
+    """
     original = original_length(model.config)
-    frozen = frozen_parts(model)
+    adapter = bool(getattr(model, "peft_config", None))
+    tied = adapter and bool(lookup(text_config(model.config), "tie_word_embeddings"))
+    frozen = [part for part in frozen_parts(model) if not (tied and part == "embeddings")]
     if not original or not frozen or target_length / original < LARGE_STRETCH:
         return None
-    table = model.get_input_embeddings()
-    modules = {
-        "embeddings": [name for name, module in model.named_modules() if module is table],
-        "norms": list(_norms(model)),
-    }
-    names = ", ".join(name for part in frozen for name in sorted({path.rsplit(".", 1)[-1] for path in modules[part]}))
-    adapter = bool(getattr(model, "peft_config", None))
+    modules = embeddings_and_norms(model)
+    names = ", ".join(name for part in frozen for name in last_names(modules[part]))
     fix = (
         f"Add modules_to_save=[{names}] (Axolotl: lora_modules_to_save)"
         if adapter
@@ -291,15 +293,6 @@ def warning_of_tied_embeddings(model: Any) -> str | None:
                 "ensure_weight_tying=True trains both as one"
             )
     return None
-
-
-def _norms(model: Any) -> dict[str, Any]:
-    """Norm layers with weights, by path. All families name them so: LlamaRMSNorm, LayerNorm, Gemma3RMSNorm, …"""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if "norm" in type(module).__name__.lower() and next(module.parameters(recurse=False), None) is not None
-    }
 
 
 # Unsloth. Its fused RoPE reads a table of cos and sin without checking where the table ends, it replaces our scaling if

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -10,6 +10,27 @@ def unwrap(model: Any) -> Any:
     """Return the transformers model inside DDP, FSDP, DeepSpeed, torch.compile and PEFT wrappers, in any order."""
     *_, inner = shells(model)
     return inner
+
+
+def embeddings_and_norms(model: Any) -> dict[str, list[str]]:
+    """Return the paths of the modules that LongLoRA (arXiv 2309.12307) trains in addition to LoRA, by their kind.
+
+    Norms are those with weights. All families name their classes so: LlamaRMSNorm, LayerNorm, Gemma3RMSNorm, …
+    """
+    table = model.get_input_embeddings()
+    return {
+        "embeddings": [path for path, module in model.named_modules() if module is table],
+        "norms": [
+            path
+            for path, module in model.named_modules()
+            if "norm" in type(module).__name__.lower() and next(module.parameters(recurse=False), None) is not None
+        ],
+    }
+
+
+def last_names(paths: Iterable[str]) -> list[str]:
+    """Return the last parts of paths, each once, e.g. ["norm"] for model.norm and model.layers.0.norm."""
+    return sorted({path.rsplit(".", 1)[-1] for path in paths})
 
 
 def shells(model: Any) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_plan_takes_what_init_writes(folder, row, capsys):
         plan["notes"] = [note for note in plan["notes"] if "type: completion" not in note]
     assert plans[0] == plans[1] and plans[0]["rows"] == 4
     assert not [each for each in plans[0]["warnings"] if "does not know" in each or "needs chats" in each]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["c.yaml", "c.py"])
+def test_plan_warns_of_nothing_that_init_wrote(folder, name, tied, capsys):
+    """Only of the data, which are given here as enough."""
+    save(make_llama(tie_word_embeddings=tied), "base")
+    for method, stretch, gpus in product(("full", "lora", "qlora"), (2, 4, 8, 16, 32), ("1", "2")):
+        row = "messages" if gpus == "2" else "text"
+        line = ["init", "base", "--target-length", str(64 * stretch), "--data", f"{row}.jsonl", "--method", method]
+        (folder / name).unlink(missing_ok=True)
+        assert main([*line, "--gpus", gpus, "--output", name]) == 0
+        plan = planned(name, capsys, "--rows", "1000000", "--gpus", gpus, "--draws", "2000")
+        assert plan["method"] == method and plan["target"] == 64 * stretch
+        assert plan["warnings"] == [], (method, stretch, gpus)
+        # A stretch by 8 needs the norms trained, and the embeddings, unless they are the output head too.
+        text = (folder / name).read_text()
+        assert ("input_layernorm" in text) is (method != "full" and stretch >= 8)
+        assert ("embed_tokens" in text) is (method != "full" and stretch >= 8 and not tied)
 
 
 @pytest.mark.parametrize("row", ["messages", "conversations", "roles", "from"])

@@ -32,8 +32,8 @@ from tests.models import make_llama
 peft = pytest.importorskip("peft")
 
 
-def model(target: int, **lora):
-    plain = make_llama()
+def model(target: int, tied: bool = False, **lora):
+    plain = make_llama(tie_word_embeddings=tied)
     built = type(plain)(extend_context(plain.config, target, "yarn"))
     if not lora:
         return built
@@ -86,6 +86,13 @@ def test_the_warning_names_the_modules_of_this_model():
     assert names == ["embed_tokens", *sorted(NORMS)]
     # As the advice says, nothing is left to warn of.
     assert frozen_parts(model(512, modules_to_save=names)) == []
+
+
+def test_tied_embeddings_are_not_asked_for():
+    """One of them would be trained apart from the other, which has a warning of its own."""
+    text = warning_of_frozen_parts(model(512, tied=True, lora_dropout=0.0), 512)
+    assert text is not None and "leaves norms frozen" in text and "embed_tokens" not in text
+    assert warning_of_frozen_parts(model(512, tied=True, modules_to_save=NORMS), 512) is None
 
 
 def test_weights_that_are_frozen_without_an_adapter():
