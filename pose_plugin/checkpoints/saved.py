@@ -258,6 +258,20 @@ class Saved:
         return float(self.rope["attention_factor"]) / yarn_attention_factor(self.factor)
 
     @property
+    def mscale_attention(self) -> float:
+        """Return the same for `mscale` and `mscale_all_dim` (Ministral 3), which only some engines read.
+
+        1 for DeepSeek's attention: every engine has separate code for it.
+        """
+        scales = [self.rope.get(key) for key in ("mscale", "mscale_all_dim")]
+        if self.kind != "yarn" or self.rope.get("attention_factor") or self.text.get("qk_rope_head_dim"):
+            return 1.0
+        if not all(scales):
+            return 1.0
+        first, second = (yarn_attention_factor(self.factor, float(scale)) for scale in scales if scale)
+        return first / second / yarn_attention_factor(self.factor)
+
+    @property
     def warnings(self) -> list[str]:
         """What users of the folder must know: no training, or no proof of it."""
         if self.record is None:

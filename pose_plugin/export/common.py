@@ -134,21 +134,23 @@ def require_older_form(saved: Saved, engine: str) -> None:
         )
 
 
-def own_scale(saved: Saved, engine: str, deaf: str) -> tuple[dict[str, Any], list[str]]:
+def own_scale(saved: Saved, engine: str, versions: str, **unread: float) -> tuple[dict[str, Any], list[str]]:
     """Return the rope override that gives vLLM or SGLang the folder's scale of cos and sin, if needed, and a note.
 
     Args:
         saved: a model or an adapter.
         engine: its name, for the note. It computes longrope's scale itself.
-        deaf: the versions of it that do not read yarn's attention_factor.
+        versions: of it that do not read the keys of `unread`.
+        unread: for each key of a yarn rope that they do not read, what it multiplies yarn's own scale by.
     """
     scale = saved.rope.get("attention_factor")
     if saved.kind == "longrope" and scale and not saved.rope.get("long_mscale"):
         note = f"{engine} computes longrope's scale of cos and sin by its own formula unless long_mscale is given"
         return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}, [note]
-    if abs(saved.extra_attention - 1) > 1e-6:
-        note = f"{deaf} does not read attention_factor; attn_factor multiplies its own 0.1·ln s + 1"
-        return {"rope_parameters": saved.rope_with(attn_factor=saved.extra_attention)}, [note]
+    for key, factor in unread.items():
+        if abs(factor - 1) > 1e-6:
+            note = f"{versions} does not read {key}; attn_factor multiplies its own 0.1·ln s + 1"
+            return {"rope_parameters": saved.rope_with(attn_factor=factor)}, [note]
     return {}, []
 
 

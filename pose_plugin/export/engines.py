@@ -28,6 +28,8 @@ NEED_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3"})
 _MSCALE = frozenset({"mscale", "mscale_all_dim"})
 _YARN = _MSCALE | {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 
+# Model types whose mscale an engine reads with separate code; llama.cpp in conversion/mistral3.py.
+_READ_APART = {"llama.cpp": ("ministral3",)}
 # What engines compute with that do not read these keys.
 _USUAL_YARN = {**YARN_BETAS, "truncate": True}
 
@@ -234,6 +236,13 @@ def ignored_keys(engine: str, saved: Saved) -> list[str]:
             f"{engine} computes YaRN's 0.1·ln s + 1 itself and ignores attention_factor="
             f"{saved.rope['attention_factor']:g}: its logits will differ from the trained model's"
         )
+    if abs(saved.mscale_attention - 1) > 1e-6 and saved.model_type not in _READ_APART.get(engine, ()):
+        notes += [
+            f"{engine} {rule.versions} ignores mscale={saved.rope['mscale']:g} and scales cos and sin by 0.1·ln s + 1, "
+            "so its logits will differ from the trained model's: serve it with transformers, vLLM or SGLang"
+            for rule in rules_of(engine)
+            if "mscale" not in rule.yarn_keys
+        ]
     return notes + [
         f"{engine} {rule.versions} ignores {key}={saved.rope[key]} and computes with {usual}, so some pairs turn at "
         "another speed than in training: serve it with transformers, vLLM or SGLang"

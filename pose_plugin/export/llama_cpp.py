@@ -22,6 +22,8 @@ from pose_plugin.utils.files import atomic_file
 CONVERTER = "convert_hf_to_gguf.py"
 # Their converters write frequency lists; the others drop them silently.
 _WITH_LISTS = ("phi3", "phimoe", "minicpm", "minicpm3")
+# Their converter always writes that nothing is scaled (conversion/command_r.py).
+_UNSCALED = ("cohere", "cohere2", "cohere2_moe")
 
 
 def export(saved: Saved) -> Export:
@@ -35,6 +37,17 @@ def export(saved: Saved) -> Export:
             f"llama.cpp's converter writes no frequency list for model type {saved.model_type!r}, so "
             f"rope_type={saved.kind} would be served at the base's frequencies. Train with rope: yarn, or serve with "
             "transformers, vLLM or SGLang"
+        )
+    if saved.model_type in _UNSCALED and saved.kind != "default":
+        raise PoSEError(
+            f"llama.cpp's converter writes no scaling for model type {saved.model_type!r}, so rope_type={saved.kind} "
+            "would be served at the base's frequencies. Train with rope: ntk or base, or serve with transformers, vLLM "
+            "or SGLang"
+        )
+    if saved.model_type == "ministral3" and saved.kind != "yarn":
+        raise PoSEError(
+            f"llama.cpp's converter stops at model type {saved.model_type!r} with rope_type={saved.kind}. Train with "
+            "rope: yarn, or serve with transformers, vLLM or SGLang"
         )
     require_kind("llama.cpp", saved)
     notes = [f"the file contains the rope; {same_as_flags(saved)}"]

@@ -27,7 +27,7 @@ def export(saved: Saved) -> Export:
             )
         if found.default != saved.maximum:
             notes.append(f"without --context-length SGLang would take {found.default}, not {saved.maximum}")
-    changes, more = common.own_scale(saved, "SGLang", "SGLang")
+    changes, more = common.own_scale(saved, "SGLang", "SGLang", attention_factor=saved.extra_attention)
     notes += more
     start, limit = "python -m sglang.launch_server --model-path", f"--context-length {saved.maximum}"
     passed = partial(common.overrides, saved, "--json-model-override-args", changes)

@@ -39,7 +39,9 @@ def export(saved: Saved) -> Export:
                 f"without --max-model-len vLLM {rule.versions} would take {found.default}, not {saved.maximum}"
             )
     _require_table(saved)
-    changes, more = common.own_scale(saved, "vLLM", "vLLM before 0.30")
+    changes, more = common.own_scale(
+        saved, "vLLM", "vLLM before 0.30", attention_factor=saved.extra_attention, mscale=saved.mscale_attention
+    )
     notes += more
     rank = saved.adapter.r if saved.adapter and saved.adapter.r else 16
     refused = f"the adapter has r={rank}, and vLLM takes ranks up to {_RANKS[-1]}" if rank > _RANKS[-1] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,51 @@ def test_which_engines_read_another_attention_factor(folder, rule):
     assert scale == pytest.approx(1.5 if reads else yarn_attention_factor(8.0))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.engine} {rule.versions}")
+def test_which_engines_read_mscale(folder, rule):
+    """As Ministral 3 publishes it: the two cancel, and nothing scales cos and sin."""
+    rope = {key: value for key, value in FILES["config.json"]["rope_parameters"].items() if key != "attention_factor"}
+    with_rope(folder, **rope, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+    edit(folder, "config.json", model_type="ministral3")
+    saved = read_saved(full(folder))
+    _, scale = taken(rule, saved).frequencies(dim=16, maximum=512)
+    # llama.cpp reads it for this model type only, in code of its own.
+    ignored = (rule.engine, rule.versions) == ("vllm", "< 0.30") or rule.engine == "llama.cpp"
+    assert scale == pytest.approx(yarn_attention_factor(8.0) if ignored else 1.0)
+    notes = " ".join(exporter(rule.engine)(saved).notes)
+    assert ("mscale" in notes) is (rule.engine == "vllm")
+    if rule.engine == "vllm":
+        words = shlex.split(exporter("vllm")(saved).lines[0])
+        passed = json.loads(words[words.index("--hf-overrides") + 1])["rope_parameters"]
+        assert passed["attn_factor"] * yarn_attention_factor(8.0) == pytest.approx(1.0)
+    edit(folder, "config.json", model_type="llama")
+    notes = " ".join(exporter(rule.engine)(read_saved(folder)).notes)
+    assert ("mscale" in notes) is (rule.engine in ("vllm", "llama.cpp"))
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "ollama"])
+@pytest.mark.parametrize(
+    "model_type, kind, refused",
+    [
+        ("cohere", "yarn", "cohere.*rope_type=yarn would be served at the base's frequencies"),
+        ("cohere", "default", None),
+        ("ministral3", "linear", "stops at model type 'ministral3' with rope_type=linear"),
+        ("ministral3", "yarn", None),
+        ("llama", "yarn", None),
+    ],
+)
+def test_kinds_that_a_converter_drops_for_one_model_type(folder, engine, model_type, kind, refused):
+    rope = FILES["config.json"]["rope_parameters"] if kind == "yarn" else {"rope_type": kind, "rope_theta": 1e4}
+    with_rope(folder, **rope, **({"factor": 8.0} if kind == "linear" else {}))
+    edit(folder, "config.json", model_type=model_type)
+    saved = read_saved(full(folder))
+    if refused is None:
+        assert exporter(engine)(saved).lines
+        return
+    with pytest.raises(PoSEError, match=refused):
+        exporter(engine)(saved)
+
+
 def test_linear_scaling_is_lost_in_tgi(folder):
     with_rope(folder, rope_type="linear", rope_theta=10000.0, factor=8.0)
     saved = read_saved(full(folder))
@@ -156,8 +202,6 @@ def test_the_rope_of_a_multimodal_base_is_passed_in_its_text_config(folder, tmp_
     text = {"model_type": "qwen3_5_text", "max_position_embeddings": 64}
     (base / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     edit(folder, "adapter_config.json", base_model_name_or_path=str(base))
-    import shlex
-
     (line,) = exporter(engine)(read_saved(folder)).lines
     words = shlex.split(line)
     passed = json.loads(words[words.index(option) + 1])
