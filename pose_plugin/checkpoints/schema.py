@@ -25,6 +25,10 @@ Tokens = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
+# As rope_theta of Step-3.5.
+_ONE_PER_LAYER = "has one value per layer"
+
+
 class Part(BaseModel):
     """A part of a file: keys that are not declared are allowed, and nothing is converted to another type."""
 
@@ -213,6 +217,13 @@ def read(file: Path, schema: type[File]) -> File:
     return parsed(read_json(file), schema, str(file))
 
 
+def _per_layer(item: Any) -> bool:
+    """Return whether the wrong value is a list in place of a number, as models with one rope per layer have it."""
+    value = item["input"]
+    numbers = isinstance(value, list) and len(value) > 1 and all(isinstance(each, int | float) for each in value)
+    return numbers and item["type"] in ("float_type", "int_type")
+
+
 def parsed(values: Mapping[str, Any], schema: type[File], where: str) -> File:
     """Return values by their schema; see `read`.
 
@@ -225,7 +236,10 @@ def parsed(values: Mapping[str, Any], schema: type[File], where: str) -> File:
         return schema.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors()[:3])
-        raise PoSEError(f"{where}: {problems}. Save the folder again, or correct the file") from None
+        fix = "Save the folder again, or correct the file"
+        if _ONE_PER_LAYER in problems:
+            fix = "The file may be right, but such models are not supported; choose another base"
+        raise PoSEError(f"{where}: {problems}. {fix}") from None
 
 
 def _problem(item: Any) -> str:
@@ -234,4 +248,6 @@ def _problem(item: Any) -> str:
         return f"lacks {key}"
     if item["type"] == "value_error":
         return f"{key}: {shown(item['ctx']['error'], 300)}".removeprefix(": ")
+    if _per_layer(item):
+        return f"{key}={shown(item['input'])} {_ONE_PER_LAYER}"
     return f"{key}={shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"

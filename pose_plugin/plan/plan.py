@@ -41,11 +41,11 @@ def make_plan(
         PoSEError: settings that cannot work.
     """
     values, settings = dict(inputs.config), inputs.settings
+    # Before the model: from a base that cannot be extended, transformers may not even build one.
+    rope = plan_rope(values, settings.target_length, settings.rope) if settings else None
     model = architecture(values)
-    plan = Plan(inputs, model, memory(model, inputs.run), gpu_bytes=gpu_gib * 2**30 if gpu_gib else None)
-    plan = replace(plan, tokens_per_second=tokens_per_second)
-    if settings:
-        plan = replace(plan, rope=plan_rope(values, settings.target_length, settings.rope))
+    plan = Plan(inputs, model, memory(model, inputs.run), rope=rope)
+    plan = replace(plan, gpu_bytes=gpu_gib * 2**30 if gpu_gib else None, tokens_per_second=tokens_per_second)
     if inputs.beacon is not None:
         stretched = rope_overrides(values, settings.target_length, settings.rope) if settings else {}
         config = as_config({**values, **stretched})

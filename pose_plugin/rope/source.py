@@ -110,7 +110,7 @@ def read_rope(config: Any, original_length: int | None = None) -> RopeSource:
     if nested and not isinstance(parameters.get(FULL), Mapping):
         raise PoSEError(
             f"model type {model_type!r} keeps its rope under {sorted(parameters)} instead of {FULL!r}, so it is "
-            "unknown which layers see far. Set rope_parameters by hand and use rope: none"
+            "unknown which layers see far, and such models are not supported; choose another base"
         )
     layer_type = FULL if nested else None
     current: dict[str, Any] = parameters[FULL] if nested else parameters
@@ -213,8 +213,8 @@ def _number(value: Any, key: str, model_type: str) -> float:
         raise PoSEError(f"model type {model_type!r}: {key}={value!r} is not a number; write it as one") from None
     if len(numbers) > 1:
         raise PoSEError(
-            f"model type {model_type!r} has one {key} per layer ({sorted(numbers)}), and one factor cannot stretch "
-            "them all. Set rope_parameters by hand and use rope: none"
+            f"model type {model_type!r}: {key}={shown(value)} has one value per layer. One factor cannot stretch them "
+            "all, so such models are not supported; choose another base"
         )
     return numbers.pop()
 
@@ -270,7 +270,7 @@ def _as_built(
     if not _equal(plain_frequencies(base, 2 * live.frequencies.size), live.frequencies):
         raise PoSEError(
             f"model type {model_type!r} computes its frequencies by its own formula (rope {dict(current)}). No "
-            "rope_theta gives the same frequencies, so they cannot be stretched. Use rope: none"
+            "rope_theta gives the same frequencies, so such models are not supported; choose another base"
         )
     return live.frequencies, live.attention, True
 

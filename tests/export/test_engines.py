@@ -217,6 +217,17 @@ def test_a_foreign_folder_is_exported_with_what_is_unknown_stated(folder, engine
     assert "has no pose.json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [("export", "--engine", "vllm"), ("check",)])
+@pytest.mark.parametrize("theta", [[5e6, 1e4], "a lot"])
+def test_a_base_per_layer_is_no_fault_of_the_file(folder, command, theta, capsys):
+    edit(folder, "config.json", rope_theta=theta)
+    assert main([command[0], str(full(folder)), *command[1:]]) == 2
+    said = capsys.readouterr().err
+    assert f"config.json: rope_theta={theta}" in said or f"config.json: rope_theta={theta!r}" in said
+    per_layer = "has one value per layer. The file may be right, but such models are not supported; choose another base"
+    assert (per_layer in said) is isinstance(theta, list) is not ("correct the file" in said)
+
+
 def test_an_untrained_folder_is_exported_with_a_warning(folder, capsys):
     edit(folder, "pose.json", trained={"steps": 0})
     assert main(["export", str(folder), "--engine", "vllm"]) == 0

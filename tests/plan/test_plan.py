@@ -542,7 +542,9 @@ def test_options_alone_make_the_plan_that_a_yaml_makes(base, capsys):
         (["{yaml}", "--rows-of-gpu", "1"], "--rows-of-gpu cannot"),
         (["{yaml}", "--zero", "0"], "--zero cannot"),
         (["{yaml}", "--gpus", "0"], "--gpus: '0' is not"),
-        (["{yaml}", "--base", "{wrong}"], "transformers cannot build a model from the base's config.json: "),
+        (["{yaml}", "--base", "{wrong}"], "transformers cannot read this config: "),
+        (["{yaml}", "--base", "{layers}"], "rope_theta=[10000.0, 5000000.0] has one value per layer"),
+        (["{yaml}", "--base", "{empty}"], "transformers cannot build a model from the base's config.json: "),
         (["{yaml}", "--output", "plan.gif"], "must end in one of"),
         (["{yaml}", "--output", "{yaml}/plan.png"], "yaml.yaml cannot be used (File exists)"),
         (["{hub}"], "config.json of someone/model cannot be read from someone/model"),
@@ -563,8 +565,11 @@ def test_refused(base, tmp_path, capsys, line, text):
     }.items():
         files[name] = str(tmp_path / f"{name}.yaml")
         Path(files[name]).write_text(content)
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA3_8B, "hidden_size": "wide"}))
-    files["wrong"] = str(tmp_path)
+    changes = {"wrong": {"hidden_size": "wide"}, "layers": {"rope_theta": [1e4, 5e6]}, "empty": {"vocab_size": -1}}
+    for name, changed in changes.items():
+        files[name] = str(tmp_path / name)
+        Path(files[name]).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**LLAMA3_8B, **changed}))
     assert main(["plan", *(word.format(**files) for word in line)]) == 2
     assert text in capsys.readouterr().err
 

@@ -153,8 +153,11 @@ def test_a_base_that_is_no_number(theta, wanted):
 
 def test_a_base_per_layer_is_refused():
     raw = {**SMALL, "model_type": "unheard-of", "rope_theta": [1e4, 1e6]}
-    with pytest.raises(PoSEError, match="rope_theta per layer"):
-        plan_rope(raw, 1024)
+    for rope in ("yarn", "none"):
+        with pytest.raises(
+            PoSEError, match=r"rope_theta=\[10000.0, 1000000.0\] has one value per layer.* another base"
+        ):
+            plan_rope(raw, 1024, rope)
 
 
 def test_an_unscaled_maximum_is_found_by_the_longer_one():
