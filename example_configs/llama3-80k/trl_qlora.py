@@ -10,7 +10,8 @@ Data:      chats.jsonl, {"messages": [{"role": "user", "content": "…"}, …]}:
            and 5,000 rows.
 Results:   published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
            average (base: 43.20), InfiniteBench long-book QA 30.92 (base: 7.00), MMLU 64.44 (base: 65.91). For PoSE
-           nothing is published, and it has not been measured.
+           nothing is published, and it has not been measured. The norms stay frozen as published; the start of the
+           run warns about that.
 """
 
 from __future__ import annotations

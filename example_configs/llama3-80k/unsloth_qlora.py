@@ -8,7 +8,8 @@ Hardware:  one GPU of 24 GB for PoSE, or of 80 GB for whole rows (estimated). Pu
 Data:      chats.jsonl and texts.jsonl as for trl_qlora.py in this folder.
 Results:   published for whole rows: needle in a haystack 100 % up to 80K, topic retrieval 100 %, LongBench 47.19 on
            average (base: 43.20), InfiniteBench long-book QA 30.92 (base: 7.00), MMLU 64.44 (base: 65.91). For PoSE
-           nothing is published, and it has not been measured.
+           nothing is published, and it has not been measured. The norms stay frozen as published; the start of the
+           run warns about that.
 
 Unsloth replaces the new RoPE base by a linear scaling if `max_seq_length` is beyond the base model's maximum, or if its
 own `rope_scaling` is set. Therefore `extended_base` first writes a base folder whose config already has the target.

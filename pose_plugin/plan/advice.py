@@ -43,7 +43,7 @@ def warnings_of(plan: Plan) -> list[str]:
         return warnings
     warnings += filter(None, [warning_of_no_jumps(settings)])
     original = plan.rope.original_length if plan.rope else read_rope(dict(inputs.config)).original_length
-    if plan.window > original:
+    if plan.window > original and plan.skips:
         warnings.append(
             f"the trained window, {plan.window}, is longer than the base's own, {original}: every row trains distances "
             "beyond it and needs memory for the whole window. A smaller sequence_len needs less"
