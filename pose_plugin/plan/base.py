@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def base_config(place: str, name: str) -> dict[str, Any]:
     """
     from transformers import PretrainedConfig
 
+    if Path(name).is_file():
+        raise PoSEError(f"base_model={name} is a file; give its folder, {Path(name).parent}")
     file = Path(place) / "config.json"
     if file.is_file():
         return read_json(file)
@@ -34,10 +37,18 @@ def base_config(place: str, name: str) -> dict[str, Any]:
         return PretrainedConfig.get_config_dict(place)[0]
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
+        missing = "" if Path(place).is_dir() else f", which is no folder here{_like(Path(place))}"
         raise PoSEError(
-            f"the config.json of {name} cannot be read from {place}: {reason}. Give a folder that has it with "
-            "--base FOLDER; the weights are not needed"
+            f"the config.json of {name} cannot be read from {place}{missing}: {reason}. Correct the name, or give a "
+            "folder that has it with --base FOLDER; the weights are not needed"
         ) from error
+
+
+def _like(place: Path) -> str:
+    """Return " (did you mean …?)" with a model's folder next to a misspelt one, or ""."""
+    names = [file.parent.name for file in place.parent.glob("*/config.json")]
+    close = get_close_matches(place.name, names, n=1)
+    return f" (did you mean {place.with_name(close[0])}?)" if close else ""
 
 
 def overrides(cfg: Mapping[str, Any], config: Mapping[str, Any], settings: PoSESettings | None) -> dict[str, Any]:

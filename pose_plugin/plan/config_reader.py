@@ -17,7 +17,7 @@ from pose_plugin.plan.keys import block, number, unknown_keys
 from pose_plugin.plan.memory import OPTIMIZERS, Run
 from pose_plugin.plan.steps import datasets_of, steps_of
 from pose_plugin.training.checks import divided
-from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError
+from pose_plugin.utils.errors import FORGOTTEN_LINE, PoSEError, did_you_mean
 
 # The limit of the lengths in a `pose:` block.
 LONGEST = 2**31 - 1
@@ -31,6 +31,7 @@ _ATTENTIONS = ("xformers", "sage", "flex", "flash", "sdp", "eager")
 _PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
 # Of FSDP 1, by name and by number; FSDP 2 ignores them.
 _STRATEGIES = {"SHARD_GRAD_OP": 2, "2": 2, "HYBRID_SHARD_ZERO2": 2, "5": 2, "NO_SHARD": 0, "3": 0}
+_ADAPTERS = ("lora", "qlora")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -253,8 +254,8 @@ def _method(cfg: Mapping[str, Any], notes: list[str]) -> Run:
             lora_targets=values.get("target_modules") or _PROJECTIONS,
             trained_bytes=4 if values.get("dtype") == "float32" else wide,
         )
-    if adapter not in ("lora", "qlora"):
-        notes.append(f"adapter={adapter}: memory is estimated as for LoRA")
+    if adapter not in _ADAPTERS:
+        notes.append(f"adapter={adapter}{did_you_mean(str(adapter), _ADAPTERS)}: memory is estimated as for LoRA")
     elif adapter == "qlora" and not quantised:
         notes.append("adapter=qlora without load_in_4bit: true is refused by Axolotl; estimated as for LoRA")
     saved = cfg.get("lora_modules_to_save") or []

@@ -19,7 +19,8 @@ from pose_plugin.plan.init_setup import NEEDED, ROWS, TURNS, Setup
 from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.trl_script import inputs_of_script
 from pose_plugin.rope.plan import plan_rope
-from pose_plugin.utils.errors import PoSEError
+from pose_plugin.rope.source import read_rope
+from pose_plugin.utils.errors import PoSEError, shown
 from pose_plugin.utils.models import last_names
 
 METHODS = ("full", "lora", "qlora")
@@ -67,8 +68,15 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
             into the memory.
     """
     config = base_config(wish.place or wish.base, wish.base)
+    original = read_rope(config).original_length
+    if wish.target <= original:
+        raise PoSEError(f"--target-length {wish.target} does not exceed the base's window of {original}; raise it")
+    if wish.window is not None and wish.window >= wish.target:
+        raise PoSEError(
+            f"--train-length {wish.window} is not below --target-length {wish.target}; shorten it, or leave it out"
+        )
     rope = plan_rope(config, wish.target, Setup.rope)
-    window = min(rope.original_length, _USUAL_WINDOW, wish.target) if wish.window is None else wish.window
+    window = min(original, _USUAL_WINDOW) if wish.window is None else wish.window
     row, key = _first_row(Path(wish.data), framework)
     model = architecture(config)
     setup = Setup(
@@ -77,7 +85,7 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
         output=wish.output,
         row=row,
         key=key,
-        original=rope.original_length,
+        original=original,
         target=wish.target,
         window=window,
         gpus=wish.gpus,
@@ -120,14 +128,13 @@ def _first_row(file: Path, framework: str) -> tuple[str, str]:
     Raises:
         PoSEError: there is no such file, or its first row lacks what the frameworks read.
     """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            values = json.loads(next((line for line in lines if line.strip()), "{}"))
-    except (OSError, ValueError) as error:
-        raise PoSEError(f"--data {file}: {error}; give a JSONL file") from None
-    key = next((key for key in ROWS if isinstance(values, Mapping) and key in values), None)
+    values = _first_object(file)
+    key = next((key for key in ROWS if key in values), None)
     if key is None:
-        raise PoSEError(f"--data {file}: the first row has none of the keys {', '.join(ROWS)}; rename its fields")
+        raise PoSEError(
+            f"--data {file}: the first row has the keys {shown(list(values))}, and none of {', '.join(ROWS)}; rename "
+            "its fields"
+        )
     missing = [name for name in NEEDED[framework].get(key, ()) if name not in values]
     if missing:
         raise PoSEError(f"--data {file}: the first row has {key} and lacks {', '.join(missing)}; add or rename fields")
@@ -140,6 +147,27 @@ def _first_row(file: Path, framework: str) -> tuple[str, str]:
             return row, key
     known = " or ".join(" and ".join(names) for names in TURNS.values())
     raise PoSEError(f"--data {file}: the first row's {key} is not a list of turns with {known}; rename their fields")
+
+
+def _first_object(file: Path) -> Mapping[str, Any]:
+    """Return the first row of a JSONL file.
+
+    Raises:
+        PoSEError: there is no such file, no row in it, or the row is no JSON object.
+    """
+    wanted = "give a JSONL file, with one JSON object per line"
+    if not file.is_file():
+        raise PoSEError(f"--data {file} is {'a folder' if file.is_dir() else 'no file on this machine'}; {wanted}")
+    try:
+        with file.open(encoding="utf-8") as lines:
+            line = next((line for line in lines if line.strip()), None)
+            row = None if line is None else json.loads(line)
+    except ValueError as error:
+        raise PoSEError(f"--data {file}: the first row is not JSON ({error}); {wanted}") from None
+    if not isinstance(row, Mapping):
+        found = "there is no row" if line is None else f"the first row is {shown(row)}, no object"
+        raise PoSEError(f"--data {file}: {found}; {wanted}")
+    return row
 
 
 def _layer_class(config: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pose_plugin.config import PoSESettings
 from pose_plugin.utils.errors import PoSEError
 
 
@@ -56,6 +57,7 @@ def unknown_keys(cfg: Mapping[str, Any]) -> list[str]:
     """
     plugins = cfg.get("plugins") or []
     known = known_keys()
+    ours = set(PoSESettings.model_fields) - known
     if not known or any(str(name).partition(".")[0] not in ("pose_plugin", "axolotl") for name in plugins):
         return []
     warnings = []
@@ -63,8 +65,9 @@ def unknown_keys(cfg: Mapping[str, Any]) -> list[str]:
         # Keys that begin with x- or a dot hold YAML anchors, by custom.
         if key in known or key.startswith(("x-", ".", "_")):
             continue
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f". Did you mean {close[0]}?" if close else ""
+        close = difflib.get_close_matches(key, known | ours, n=1)
+        block = " in the `pose:` block" if close and close[0] in ours else ""
+        hint = f". Did you mean {close[0]}{block}?" if close else ""
         warnings.append(f"{key}: Axolotl does not know this key and drops it silently{hint}")
     return warnings
 

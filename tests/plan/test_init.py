@@ -147,9 +147,15 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
 @pytest.mark.parametrize(
     "change, message",
     [
-        (["--target-length", "64"], "64"),
-        (["--data", "missing.jsonl"], "missing.jsonl"),
-        (["--data", "base/config.json"], "base/config.json"),
+        (["--target-length", "64"], "--target-length 64 does not exceed the base's window of 64; raise it"),
+        (["--train-length", "512"], "--train-length 512 is not below --target-length 512; shorten it"),
+        (["--data", "missing.jsonl"], "--data missing.jsonl is no file on this machine; give a JSONL file, with one"),
+        (["--data", "base"], "--data base is a folder; give a JSONL file"),
+        (["--data", "base/config.json"], "base/config.json: the first row is not JSON"),
+        (["--data", "empty.jsonl"], "empty.jsonl: there is no row; give"),
+        (["--data", "list.jsonl"], "list.jsonl: the first row is [1, 2], no object"),
+        (["--data", "other.jsonl"], "other.jsonl: the first row has the keys ['prompt'], and none of input_ids, mess"),
+        (["--gpu-memory", "24GB"], "--gpu-memory: '24GB' is not a number above 0, without a unit"),
         (["--gpu-memory", "0.000001"], "--gpu-memory"),
         (["--output", "text.jsonl"], "--output text.jsonl"),
         (["--output", "d.py", "--framework", "axolotl"], "d.yaml"),
@@ -157,10 +163,26 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
     ],
 )
 def test_wrong_input(folder, change, message, name, capsys):
+    for file, text in {"empty": "\n", "list": "[1, 2]\n", "other": '{"prompt": "w30"}\n'}.items():
+        (folder / f"{file}.jsonl").write_text(text)
     line = ["init", "base", "--target-length", "512", "--data", "text.jsonl", "--output", name, *change]
     assert main(line) == 2
     assert message in capsys.readouterr().err
     assert not any((folder / each).exists() for each in ("c.yaml", "c.py", "d.yaml", "d.py"))
+
+
+@pytest.mark.parametrize(
+    "base, message",
+    [
+        ("bsae", "cannot be read from bsae, which is no folder here (did you mean base?): "),
+        ("someone/model", "cannot be read from someone/model, which is no folder here: "),
+        ("base/config.json", "base_model=base/config.json is a file; give its folder, base"),
+    ],
+)
+def test_a_base_that_is_no_folder(folder, base, message, capsys):
+    line = ["init", base, "--target-length", "512", "--data", "text.jsonl", "--output", "c.yaml"]
+    assert main(line) == 2
+    assert message in capsys.readouterr().err and not (folder / "c.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["c.yaml", "c.py"])

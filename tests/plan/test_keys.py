@@ -26,6 +26,11 @@ needs_axolotl = pytest.mark.skipif(
 def test_a_misspelt_key_is_named_with_the_closest():
     (warning,) = unknown_keys({"base_model": "x", "learning_rat": 1e-5, "plugins": ["pose_plugin"], "pose": {}})
     assert "learning_rat:" in warning and "learning_rate" in warning
+    warnings = unknown_keys({"target_lenght": 5, "sampler": "turns"})
+    assert [each.partition("Did you mean ")[2] for each in warnings] == [
+        "target_length in the `pose:` block?",
+        "sampler in the `pose:` block?",
+    ]
     assert len(unknown_keys({"sample_pack": True, "seq_len": 5, "zzzzqqqq": 1})) == 3
 
 
