@@ -149,15 +149,8 @@ def architecture(config: Any) -> Architecture:
     if not isinstance(heads, int):  # e.g. a state space model, or a number of heads per layer
         raise PoSEError(f"model_type={text.model_type!r}: num_attention_heads={heads!r} must be one whole number")
     from torch import nn
-    from transformers.pytorch_utils import Conv1D
 
     modules = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules() if name}
-    # Conv1D is GPT-2's linear map. Routers and fused experts are neither, and PEFT does not select them.
-    linear = {
-        n: (m.weight.shape[0], m.weight.shape[1])
-        for n, m in model.named_modules()
-        if isinstance(m, (nn.Linear, Conv1D))
-    }
     total = sum(parameter.numel() for parameter in model.parameters())
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(p): p.numel() for module in (embeddings, head) for p in module.parameters()}  # a tied weight once
@@ -178,16 +171,26 @@ def architecture(config: Any) -> Architecture:
         key_values=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
         intermediate=_intermediate(text, bool(experts)),
         modules=modules,
-        linear=linear,
+        linear=_linear(model),
         head=next(name for name, module in model.named_modules() if module is head),
         experts=experts,
-        beside_lora={
-            part: paths
-            for part, paths in embeddings_and_norms(model).items()
-            if paths and not (part == "embeddings" and lookup(text, "tie_word_embeddings"))
-        },
+        beside_lora=_beside_lora(model, bool(lookup(text, "tie_word_embeddings"))),
         known=known,
     )
+
+
+def _linear(model: Any) -> dict[str, tuple[int, int]]:
+    """Return the shapes of linear maps. Routers and fused experts are none, and PEFT does not select them."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear map
+
+    maps = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    return {name: (rows, columns) for name, (rows, columns) in maps.items()}
+
+
+def _beside_lora(model: Any, tied: bool) -> dict[str, list[str]]:
+    found = embeddings_and_norms(model)
+    return {part: paths for part, paths in found.items() if paths and not (tied and part == "embeddings")}
 
 
 def _intermediate(text: Any, mixture: bool) -> int:
