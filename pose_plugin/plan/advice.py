@@ -75,6 +75,12 @@ def notes_of(inputs: Inputs, rope: RopePlan | None) -> list[str]:
             "times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). Measure the "
             f"base before you train: {shlex.join(measure)}"
         )
+    elif rope.type in ("linear", "ntk", "base"):
+        notes.append(
+            f"{rope.type} needs training. At 4 times the window, SmolLM2-135M with linear found no far fact without "
+            "training, and about as many with ordinary positions as with PoSE. A tiny model found far more with PoSE "
+            "(docs/how.md#which-settings). Without training, yarn finds more than linear"
+        )
     if stretch >= UNSHOWN_STRETCH:
         notes.append(
             f"nothing was shown to work at {stretch:g} times the window: at 64 times, PoSE found few passkeys with a "

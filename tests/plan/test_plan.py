@@ -85,6 +85,15 @@ def test_a_small_stretch_with_yarn_is_measured_first(base):
     assert not advice(32768, "linear") and not advice(32768, "yarn", sampler="none")
 
 
+def test_other_ropes_need_training(base):
+    def advised(rope, **pose):
+        notes = plan_of(base, pose={"target_length": 32768, "rope": rope, **pose}).notes
+        return [note.partition(" ")[0] for note in notes if "needs training" in note]
+
+    assert advised("linear") == ["linear"] and advised("ntk") == ["ntk"]
+    assert not advised("yarn") and not advised("linear", sampler="none")
+
+
 @pytest.mark.parametrize("rope", ["yarn", "linear"])
 def test_a_stretch_at_which_nothing_was_shown_to_work(base, rope):
     def advised(target, **pose):
