@@ -315,7 +315,20 @@ def test_the_table_of_which_settings_quotes_the_results():
     larger, square = (tiny("base", f"base × {times}, PoSE") for times in ("1,350", "256"))
     assert f"PoSE finds {larger} with this base (× 1,350) and {square} with the base × 256." in table
     assert {tiny("base", f"base × {times}, no skip") for times in ("1,350", "256")} == {".00"}
-    assert len(re.findall(r"(?<!\d)\.\d+", table)) == 7, "a number that no test recomputes"
+    shares = {
+        (times, model): [float(tiny(table, f"{rope}, {model}")) for rope in ("linear", "NTK") for table in tables]
+        for times, tables in (("2", ["x2"]), ("4 to 16", ["x4", "6"]))
+        for model in ("PoSE", "no skip")
+    }
+    found, most = shares["4 to 16", "PoSE"], max(shares["4 to 16", "no skip"])
+    assert (
+        f"at 4 to 16 times, PoSE finds {min(found):.2f} to {max(found):.2f} of the passkeys at the target, and "
+        f"ordinary positions at most {most:.2f}; at 2 times, they find {min(shares['2', 'no skip']):.2f} or more."
+    ).replace(" 0.", " .") in table
+    assert len(re.findall(r"(?<!\d)\.\d+", table)) == 10, "a number that no test recomputes"
+    for name in ("README.md", "docs/index.md"):
+        text = " ".join((FOLDER.parent / name).read_text(encoding="utf-8").split())
+        assert f"training with PoSE found {gain} more of the far facts; the experiment required {fixed}." in text
     names = benchmark("paper_tables").TABLES["settings"].rows
     margin, none, unskipped, clamped = (float(tiny("settings", name)) for name in names)
     assert max(abs(margin - none), abs(margin - unskipped)) < 0.02 and clamped < none - 0.02

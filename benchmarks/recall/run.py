@@ -47,7 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 TITLES = {
     "no_skip": "no skip", "pose_skip": "PoSE", "pose_skip_mended": "PoSE, mended",
-    "pose_window": "PoSE, unbroken text", "two_views": "two views", "clamped": "clamped", "full_length": "full length",
+    "pose_window": "PoSE, unbroken text", "two_views": "two views", "clamped": "clamped", "full_length": "longer rows",
 }  # fmt: skip
 """The arms as tables call them, in the order of the tables."""
 PLUGINS = {"two_views": "recall.two_views.TwoViews"}

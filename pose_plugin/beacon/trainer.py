@@ -140,7 +140,7 @@ class BeaconCallback(TrainerCallback):
             self._watch.remove()
             self._watch, self._judged = None, True
             if state.is_world_process_zero:
-                log.info("beacons: the first step that condensed left a gradient of norm %.3g", norm)
+                log.info("beacons: the first step with a label behind a beacon left a gradient of norm %.3g", norm)
         elif any(gather(self._condensed)) and not self._labels_before and not self._overflows:
             self._labels_before = True
             if state.is_world_process_zero:

@@ -120,12 +120,13 @@ def local_folder(folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(folder)))
     except Exception as error:
-        raise _not_found(folder) from error
+        raise _not_found(folder, error) from error
 
 
-def _not_found(path: str | Path) -> PoSEError:
+def _not_found(path: str | Path, error: Exception) -> PoSEError:
     return PoSEError(
-        f"{path} is not a folder, and the Hugging Face hub gives no model of that name; check the spelling"
+        f"{path} is not a folder, and the Hugging Face hub gives no model of that name ({first_line(error)}); "
+        "check the spelling, or log in with `hf auth login` if the model needs it"
     )
 
 
@@ -332,7 +333,7 @@ def _config(path: str, revision: str | None = None) -> Any:
         # Each family validates its fields with its own errors. OSError is what a hub without such a model gives.
         if Path(path).is_dir() or not isinstance(error, OSError):
             raise PoSEError(f"{path}/config.json could not be read: {' '.join(str(error).split())}") from error
-        raise _not_found(path) from error
+        raise _not_found(path, error) from error
 
 
 def _commit(config: Any) -> str | None:

@@ -259,7 +259,7 @@ class Saved:
 
     @property
     def mscale_attention(self) -> float:
-        """Return the same for `mscale` and `mscale_all_dim` (Ministral 3), which only some engines read.
+        """Return the scale of cos and sin by `mscale` and `mscale_all_dim` (Ministral 3), divided by 0.1·ln s + 1.
 
         1 for DeepSeek's attention: every engine has separate code for it.
         """

@@ -238,7 +238,7 @@ def parsed(values: Mapping[str, Any], schema: type[File], where: str) -> File:
         problems = "; ".join(_problem(item) for item in error.errors()[:3])
         fix = "Save the folder again, or correct the file"
         if _ONE_PER_LAYER in problems:
-            fix = "The file may be right, but such models are not supported; choose another base"
+            fix = "The file may be right, but this package does not support such models"
         raise PoSEError(f"{where}: {problems}. {fix}") from None
 
 

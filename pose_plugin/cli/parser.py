@@ -104,7 +104,7 @@ def amount(text: str, most: float = math.inf) -> float:
     number = _number(text)
     if not (0 < number <= most and number < math.inf):
         limit = "" if most == math.inf else f" and up to {most:g}"
-        unit = ", without a unit" if math.isnan(number) and text[:1].isdigit() else ""
+        unit = "; leave its unit out" if math.isnan(number) and text[:1].isdigit() else ""
         raise PoSEError(f"{shown(text)} is not a number above 0{limit}{unit}")
     return number
 

@@ -95,7 +95,7 @@ def answer(model: Any, cache: Any, questions: Sequence[Sequence[int]], budget: i
     whole = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
     if whole and attention in ("sdpa", "eager"):  # other kernels take no mask
         return _together(model, cache, questions, budget)
-    written, length = [], cache.get_seq_length()
+    written, length = [], cache.get_seq_length() if whole else 0
     for question in questions:
         # A cache of another kind (sliding window, Beacon) forgets or condenses tokens.
         own = cache if whole else copy.deepcopy(cache)

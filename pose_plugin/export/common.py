@@ -149,7 +149,7 @@ def own_scale(saved: Saved, engine: str, versions: str, **unread: float) -> tupl
         return {"rope_parameters": saved.rope_with(long_mscale=scale, short_mscale=scale)}, [note]
     for key, factor in unread.items():
         if abs(factor - 1) > 1e-6:
-            note = f"{versions} does not read {key}; attn_factor multiplies its own 0.1·ln s + 1"
+            note = f"{versions} does not read {key}; attn_factor={factor:g} multiplies its own scale, 0.1·ln s + 1"
             return {"rope_parameters": saved.rope_with(attn_factor=factor)}, [note]
     return {}, []
 

@@ -26,6 +26,11 @@ class WatchNewAdapter(TrainerCallback):
         if self._new and is_beacon(self._cfg):
             raise untrained(self._cfg)
         if self._new and state.is_world_process_zero:
-            # A new adapter of LoRA changes nothing, so this may be meant as the base's score.
-            log.warning("%s", untrained(self._cfg))
+            # This may be meant: a new adapter of LoRA changes nothing.
+            log.warning(
+                "lora_model_dir=None: a new, untrained adapter (%s) is measured, so the scores are the base's. For the "
+                "trained one, add --lora-model-dir %s",
+                self._cfg.get("adapter"),
+                self._cfg.get("output_dir") or "FOLDER",
+            )
         self._new = False

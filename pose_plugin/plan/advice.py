@@ -75,7 +75,7 @@ def notes_of(inputs: Inputs, rope: RopePlan | None) -> list[str]:
             "times, PoSE found more than no training, but was not shown to be worth it (docs/smollm2.md). Measure the "
             f"base before you train: {shlex.join(measure)}"
         )
-    elif rope.type in ("linear", "ntk", "base"):
+    elif rope.type == "linear" or (rope.type in ("ntk", "base") and stretch >= 4):
         notes.append(
             f"{rope.type} needs training. At 4 times the window, SmolLM2-135M with linear found no far fact without "
             "training, and about as many with ordinary positions as with PoSE. A tiny model found far more with PoSE "

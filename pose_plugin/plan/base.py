@@ -29,7 +29,7 @@ def base_config(place: str, name: str) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     if Path(name).is_file():
-        raise PoSEError(f"base_model={name} is a file; give its folder, {Path(name).parent}")
+        raise PoSEError(f"the base {name} is a file; give its folder, {Path(name).parent}")
     file = Path(place) / "config.json"
     if file.is_file():
         return read_json(file)

@@ -20,7 +20,7 @@ from pose_plugin.plan.memory import architecture, memory
 from pose_plugin.plan.trl_script import inputs_of_script
 from pose_plugin.rope.plan import plan_rope
 from pose_plugin.rope.source import read_rope
-from pose_plugin.utils.errors import PoSEError, shown
+from pose_plugin.utils.errors import PoSEError, first_line, shown
 from pose_plugin.utils.models import last_names
 
 METHODS = ("full", "lora", "qlora")
@@ -101,9 +101,9 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
         # A CPU has what it has: the first method is taken, and the plan shows the memory.
         if wish.gpus == 0 or wish.method or needed[method] <= wish.gpu_gib * _USABLE:
             return _write(replace(setup, gib=needed[method]), framework), notes_of(inputs, rope)
-    shown = ", ".join(f"{method} {size:.0f}" for method, size in needed.items())
+    sizes = ", ".join(f"{method} {size:.0f}" for method, size in needed.items())
     raise PoSEError(
-        f"--gpu-memory {wish.gpu_gib:g}: no method fits ({shown} GiB per GPU); give more GPUs, or a shorter "
+        f"--gpu-memory {wish.gpu_gib:g}: no method fits ({sizes} GiB per GPU); give more GPUs, or a shorter "
         f"--train-length than {window}"
     )
 
@@ -162,6 +162,8 @@ def _first_object(file: Path) -> Mapping[str, Any]:
         with file.open(encoding="utf-8") as lines:
             line = next((line for line in lines if line.strip()), None)
             row = None if line is None else json.loads(line)
+    except OSError as error:
+        raise PoSEError(f"--data {file} cannot be read ({first_line(error)}); {wanted}") from None
     except ValueError as error:
         raise PoSEError(f"--data {file}: the first row is not JSON ({error}); {wanted}") from None
     if not isinstance(row, Mapping):

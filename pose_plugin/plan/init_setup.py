@@ -123,7 +123,7 @@ class Setup:
             "rounding": "this rounding takes them on average",
             "fsdp": "each GPU holds a part of the weights",
             "state_dict": "saves the whole model",
-            "saved_modules": "a stretch by 8 or more needs them trained, see docs/serving.md",
+            "saved_modules": "LongLoRA (arXiv 2309.12307) trained them for a stretch by 8",
         }  # fmt: skip
 
 

@@ -142,8 +142,8 @@ def architecture(config: Any) -> Architecture:
     except Exception as error:  # transformers raises a different type for each kind of wrong value
         reason = " ".join(str(error).split())[:300]
         raise PoSEError(
-            f"transformers cannot build a model from the base's config.json: {reason}. Correct the file, or choose "
-            "another base"
+            f"transformers cannot build a model from the base's config.json: {reason}. Correct that file, or "
+            "choose another base"
         ) from error
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):  # e.g. a state space model, or a number of heads per layer

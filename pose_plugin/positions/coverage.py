@@ -57,8 +57,8 @@ def require_simulable(settings: PositionSettings) -> None:
     """Raise PoSEError unless `simulable`."""
     if not simulable(settings):
         raise PoSEError(
-            f"target_length={settings.target_length} and target_margin={settings.target_margin} are more than the "
-            f"{MOST_POSITIONS} positions that can be simulated; give smaller numbers in the same proportion"
+            f"target_length={settings.target_length} and target_margin={settings.target_margin} are together more than "
+            f"the {MOST_POSITIONS} positions that can be simulated; divide all lengths by the same number"
         )
 
 

@@ -152,8 +152,8 @@ def _lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    module_of_extra("pyarrow", f"{path} needs pyarrow", "synthesize")
-    from pyarrow import ArrowException, parquet
+    parquet = module_of_extra("pyarrow.parquet", f"{path} needs pyarrow", "synthesize")
+    from pyarrow import ArrowException
 
     try:
         file = parquet.ParquetFile(path)

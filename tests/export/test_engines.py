@@ -224,7 +224,7 @@ def test_a_base_per_layer_is_no_fault_of_the_file(folder, command, theta, capsys
     assert main([command[0], str(full(folder)), *command[1:]]) == 2
     said = capsys.readouterr().err
     assert f"config.json: rope_theta={theta}" in said or f"config.json: rope_theta={theta!r}" in said
-    per_layer = "has one value per layer. The file may be right, but such models are not supported; choose another base"
+    per_layer = "has one value per layer. The file may be right, but this package does not support such models"
     assert (per_layer in said) is isinstance(theta, list) is not ("correct the file" in said)
 
 

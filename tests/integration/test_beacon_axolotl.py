@@ -105,7 +105,7 @@ def test_a_run_trains_beacons_and_nothing_else(whole):
     assert found["moved"] and all("beacon_" in name for name in found["moved"])
     assert any("beacon_embedding" in name for name in found["moved"])
     assert [found["callbacks"].count(name) for name in ("BeaconCallback", "LostSteps")] == [1, 1]
-    assert "the first step that condensed left a gradient" in whole.output
+    assert "the first step with a label behind a beacon left a gradient" in whole.output
     # Axolotl raises the model's window to sequence_len, 128 here, where it is shorter.
     assert found["max"] == 64 and "the window stays 64" in whole.output
     assert len({tuple(each) for each in found["ratios"]}) > 1  # drawn anew for each step
@@ -178,7 +178,7 @@ def test_only_a_new_adapter_is_refused_or_named(caplog):
 
     with pytest.raises(PoSEError, match=r"lora_model_dir=None: the adapter \(beacon\).*--lora-model-dir out"):
         predicts(adapter="beacon")
-    assert predicts(adapter="lora").count("lora_model_dir=None: the adapter (lora) would be an untrained one") == 1
+    assert predicts(adapter="lora").count("lora_model_dir=None: a new, untrained adapter (lora) is measured") == 1
     for fine in ({}, {"adapter": "beacon", "trains": True}, {"adapter": "lora", "lora_model_dir": "out"}):
         assert predicts(**fine) == ""
 

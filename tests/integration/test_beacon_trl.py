@@ -129,7 +129,7 @@ def test_sft_trainer_binds_by_itself(single):
     found = single.value
     assert [found["callbacks"].count(name) for name in ("BeaconCallback", "LostSteps")] == [1, 1]
     assert found["names"] and all("beacon_" in name for name in found["names"])
-    assert "the first step that condensed left a gradient" in single.output
+    assert "the first step with a label behind a beacon left a gradient" in single.output
     assert len(found["losses"]) == 4
 
 
@@ -345,7 +345,8 @@ def without_gradient(folder: Path, ranks_without: list[str]) -> list[str]:
 def test_one_rank_without_a_gradient_is_no_fault_and_where_none_has_one_all_stop(home):
     environment = distributed.environment(distributed.Case("trl", "ddp", "lora"))
     found = good_ranks(without_gradient, home, ["1"], **environment)
-    assert [one.output.count("the first step that condensed left a gradient of norm") for one in found] == [1, 0]
+    judged = "the first step with a label behind a beacon left a gradient of norm"
+    assert [one.output.count(judged) for one in found] == [1, 0]
     for error in ranks(without_gradient, home, ["0", "1"], **environment):
         assert isinstance(error, CaseError) and str(error).startswith("PoSEError: gradient: the beacons' gradient norm")
 
@@ -375,6 +376,6 @@ def test_the_launcher_and_the_example(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=root, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("saved to ") == 2  # each rank says it
-    assert (done.stdout + done.stderr).count("the first step that condensed left a gradient") == 1
+    assert (done.stdout + done.stderr).count("the first step with a label behind a beacon left a gradient") == 1
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (saved["peft_type"], saved["interval"]) == ("POSE_PLUGIN_BEACON", 32)

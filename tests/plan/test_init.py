@@ -155,7 +155,7 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
         (["--data", "empty.jsonl"], "empty.jsonl: there is no row; give"),
         (["--data", "list.jsonl"], "list.jsonl: the first row is [1, 2], no object"),
         (["--data", "other.jsonl"], "other.jsonl: the first row has the keys ['prompt'], and none of input_ids, mess"),
-        (["--gpu-memory", "24GB"], "--gpu-memory: '24GB' is not a number above 0, without a unit"),
+        (["--gpu-memory", "24GB"], "--gpu-memory: '24GB' is not a number above 0; leave its unit out"),
         (["--gpu-memory", "0.000001"], "--gpu-memory"),
         (["--output", "text.jsonl"], "--output text.jsonl"),
         (["--output", "d.py", "--framework", "axolotl"], "d.yaml"),
@@ -176,7 +176,7 @@ def test_wrong_input(folder, change, message, name, capsys):
     [
         ("bsae", "cannot be read from bsae, which is no folder here (did you mean base?): "),
         ("someone/model", "cannot be read from someone/model, which is no folder here: "),
-        ("base/config.json", "base_model=base/config.json is a file; give its folder, base"),
+        ("base/config.json", "the base base/config.json is a file; give its folder, base"),
     ],
 )
 def test_a_base_that_is_no_folder(folder, base, message, capsys):
