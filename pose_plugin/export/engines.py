@@ -20,7 +20,6 @@ from pose_plugin.rope.kinds import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
-from pose_plugin.rope.read import LENGTH_KEYS
 from pose_plugin.utils.errors import PoSEError
 
 _ALL = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
@@ -90,8 +89,17 @@ class Rule:
     strict: bool = False
 
 
-# What `LENGTH_KEYS` has of it, and one key that no decoder has.
-_VLLM_LENGTHS = (*LENGTH_KEYS[:5], "max_target_positions", *LENGTH_KEYS[5:])
+_VLLM_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 _SGLANG_LENGTHS = (
     "max_sequence_length",
     "seq_length",
