@@ -153,7 +153,7 @@ def _first_object(file: Path) -> Mapping[str, Any]:
     """Return the first row of a JSONL file.
 
     Raises:
-        PoSEError: there is no such file, no row in it, or the row is no JSON object.
+        PoSEError: the file is missing, has no row, or its first row is not a JSON object.
     """
     wanted = "give a JSONL file, with one JSON object per line"
     if not file.is_file():
