@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
     framework = args.framework or ("trl" if (args.output or "").endswith(".py") else "axolotl")
     usual, endings = _FILES[framework]
     file = Path(args.output or usual)
-    if args.framework and file.suffix not in endings:
+    if file.suffix not in endings:
+        also = ", or leave one of the two options out" if args.framework else ""
         raise PoSEError(
             f"--output {file} does not end in {' or '.join(endings)}, as files of --framework {framework} do; "
-            f"name it {file.with_suffix(endings[0])}, or leave one of the two options out"
+            f"name it {file.with_suffix(endings[0])}{also}"
         )
     wish = Wish(
         base=args.base_model,

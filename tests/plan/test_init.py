@@ -157,7 +157,8 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
         (["--data", "other.jsonl"], "other.jsonl: the first row has the keys ['prompt'], and none of input_ids, mess"),
         (["--gpu-memory", "24GB"], "--gpu-memory: '24GB' is not a number above 0; leave its unit out"),
         (["--gpu-memory", "0.000001"], "--gpu-memory"),
-        (["--output", "text.jsonl"], "--output text.jsonl"),
+        (["--output", "text.jsonl"], "--output text.jsonl does not end in .yaml or .yml, as files of --fra"),
+        (["--output", "kept.yaml"], "--output kept.yaml exists already; name a new file"),
         (["--output", "d.py", "--framework", "axolotl"], "d.yaml"),
         (["--output", "d.yaml", "--framework", "trl"], "d.py"),
     ],
@@ -165,10 +166,12 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
 def test_wrong_input(folder, change, message, name, capsys):
     for file, text in {"empty": "\n", "list": "[1, 2]\n", "other": '{"prompt": "w30"}\n'}.items():
         (folder / f"{file}.jsonl").write_text(text)
+    (folder / "kept.yaml").write_text("kept")
     line = ["init", "base", "--target-length", "512", "--data", "text.jsonl", "--output", name, *change]
     assert main(line) == 2
     assert message in capsys.readouterr().err
     assert not any((folder / each).exists() for each in ("c.yaml", "c.py", "d.yaml", "d.py"))
+    assert (folder / "kept.yaml").read_text() == "kept"
 
 
 @pytest.mark.parametrize(
