@@ -18,7 +18,7 @@ from pose_plugin.collator import PositionCollator
 from pose_plugin.config import PoSESettings
 from pose_plugin.features import Packing
 from pose_plugin.frameworks import axolotl_beacon as beacon
-from pose_plugin.frameworks.axolotl_evaluate import WatchNewAdapter
+from pose_plugin.frameworks.axolotl_evaluate import WatchUntrained
 from pose_plugin.frameworks.axolotl_machine import (
     end_without_network,
     place_on_cpu,
@@ -131,7 +131,7 @@ class PosePlugin(BasePlugin):
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
         # The one hook around the trainer that `axolotl evaluate` calls too.
-        return [WatchNewAdapter(cfg)] if self._acts(cfg) else []
+        return [WatchUntrained(cfg)] if self._acts(cfg) else []
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if beacon.is_beacon(cfg) and self._is_live():

@@ -14,6 +14,7 @@ import yaml
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed: pip install axolotl")
 
+from pose_plugin.checkpoints.saved import RECORD
 from tests.forked import forked, good_ranks
 from tests.integration import distributed
 from tests.integration.axolotl_runs import base_yaml, in_this_process, load_cfg, make_rows, train
@@ -162,13 +163,13 @@ def test_evaluate_measures_a_trained_adapter_or_none(home, whole):
     assert forked(trained).value["eval_loss"] > 0
 
 
-def test_only_a_new_adapter_is_refused_or_named(caplog):
-    """Not one that is loaded, or that this run trains; and LoRA's, which changes nothing yet, is only named."""
-    from pose_plugin.frameworks.axolotl_evaluate import WatchNewAdapter
+def test_only_untrained_models_are_refused_or_named(caplog, tmp_path):
+    """Not what is loaded, or what this run trains; LoRA's new adapter, which changes nothing yet, is only named."""
+    from pose_plugin.frameworks.axolotl_evaluate import WatchUntrained
     from pose_plugin.utils.errors import PoSEError
 
     def predicts(trains: bool = False, **cfg: Any) -> str:
-        watch, state = WatchNewAdapter({"output_dir": "out", **cfg}), SimpleNamespace(is_world_process_zero=True)
+        watch, state = WatchUntrained({"output_dir": "out", **cfg}), SimpleNamespace(is_world_process_zero=True)
         caplog.clear()
         if trains:
             watch.on_train_begin(None, state, None)
@@ -179,7 +180,18 @@ def test_only_a_new_adapter_is_refused_or_named(caplog):
     with pytest.raises(PoSEError, match=r"lora_model_dir=None: the adapter \(beacon\).*--lora-model-dir out"):
         predicts(adapter="beacon")
     assert predicts(adapter="lora").count("lora_model_dir=None: a new, untrained adapter (lora) is measured") == 1
-    for fine in ({}, {"adapter": "beacon", "trains": True}, {"adapter": "lora", "lora_model_dir": "out"}):
+    trained = {"base_model": "base", "output_dir": str(tmp_path)}
+    assert predicts(**trained) == ""
+    (tmp_path / RECORD).write_text('{"target_length": 256}')
+    assert predicts(**trained).endswith(f"add --base-model {tmp_path}")
+    loaded = {**trained, "base_model": f"{tmp_path}/."}
+    for fine in (
+        {},
+        loaded,
+        {**trained, "trains": True},
+        {"adapter": "beacon", "trains": True},
+        {"adapter": "lora", "lora_model_dir": "out"},
+    ):
         assert predicts(**fine) == ""
 
 
