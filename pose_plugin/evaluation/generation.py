@@ -10,7 +10,16 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from pose_plugin.evaluation.memory import in_batches
-from pose_plugin.evaluation.model import continues, device_of, evaluating, greedy, keeping, prefill, read
+from pose_plugin.evaluation.model import (
+    continues,
+    device_of,
+    end_of_short,
+    evaluating,
+    greedy,
+    keeping,
+    prefill,
+    read,
+)
 from pose_plugin.evaluation.questions import Question, groups
 from pose_plugin.utils.models import unwrap
 
@@ -31,6 +40,7 @@ def generate(
         batch_size: questions at a time; default: about 16k tokens.
     """
     ends, device = end_tokens(tokenizer, model), device_of(model)
+    short = end_of_short(getattr(unwrap(model), "config", None)) or 0
 
     def write(question: Question, tokens: list[int]) -> None:
         end = next((at for at, token in enumerate(tokens) if token in ends), None)
@@ -45,8 +55,10 @@ def generate(
     def together(batch: Sequence[list[Question]], chunk: int | None) -> list[None]:
         (group,) = batch
         shared, budget = group[0].shared, max(question.budget for question in group)
-        cache = cached(model, group[0].ids[:shared], chunk)
-        if not continues(model, cache):
+        longest = max(len(question.ids) + question.budget for question in group)
+        # A cache of a short text does not go with the frequencies of a long one.
+        cache = cached(model, group[0].ids[:shared], chunk) if not shared <= short < longest - 1 else None
+        if cache is None or not continues(model, cache):
             del cache
             for question in group:
                 alone([question], None)

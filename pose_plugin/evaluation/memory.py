@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from pose_plugin.evaluation.model import continues, device_of, evaluating, prefill
+from pose_plugin.evaluation.model import continues, device_of, end_of_short, evaluating, prefill
 from pose_plugin.evaluation.questions import Answerer
 from pose_plugin.evaluation.results import Work
 from pose_plugin.evaluation.sharded import InStep
-from pose_plugin.rope.read import far_rope, lookup, text_config
 from pose_plugin.utils.distributed import gather
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.models import unwrap
@@ -128,13 +127,8 @@ def fewest_tokens(config: Any, length: int) -> int:
     That is the whole text if its length decides the frequencies (longrope, dynamic NTK): by pieces, the first ones
     would be rotated as in a short text.
     """
-    config = text_config(config)
-    rope = far_rope(lookup(config, "rope_parameters"))
-    lists = rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor")
-    limit = rope.get("original_max_position_embeddings") or lookup(config, "max_position_embeddings")
-    if (lists or rope.get("rope_type") == "dynamic") and length > (limit or 0):
-        return length
-    return min(SMALLEST, length)
+    limit = end_of_short(config)
+    return min(SMALLEST, length) if limit is None or length <= limit else length
 
 
 def _too_little(length: int, needed: int, free: int | None, device: torch.device) -> TooLittleMemory:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from pose_plugin.evaluation.sharded import InStep
+from pose_plugin.rope.read import far_rope, lookup, text_config
 from pose_plugin.utils.errors import PoSEError
 from pose_plugin.utils.models import unwrap
 
@@ -41,6 +42,19 @@ def _forget_longest(model: Any) -> None:
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
             module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
             module.max_seq_len_cached = module.original_max_seq_len
+
+
+def end_of_short(config: Any) -> int | None:
+    """Return the tokens up to which a text is short for longrope or dynamic NTK; None for other ropes.
+
+    The tokens of a longer text are rotated by other frequencies, the first ones too.
+    """
+    config = text_config(config)
+    rope = far_rope(lookup(config, "rope_parameters"))
+    lists = rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor")
+    if not lists and rope.get("rope_type") != "dynamic":
+        return None
+    return rope.get("original_max_position_embeddings") or lookup(config, "max_position_embeddings") or 0
 
 
 def progress_bar(name: str, total: int, unit: str, show: bool) -> Any:
@@ -168,21 +182,26 @@ def greedy(
 ) -> torch.Tensor:
     """Return the `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
-    Unlike `model.generate`, it ignores the model's generation config (sampling, penalties).
+    Unlike `model.generate`, it ignores the model's generation config (sampling, penalties). Where the answer makes a
+    short text long for the rope (see `end_of_short`), all is read anew.
 
     Args:
         input_ids: [B, T], no padding.
         chunk: how many tokens of the prompt are read at a time; None: all.
-        cache: of what is before the prompt; it may be changed in place.
+        cache: of what is before the prompt; it may be changed in place, and nothing is read anew.
 
     Returns:
         [B, new_tokens]
     """
+    short = end_of_short(getattr(unwrap(model), "config", None)) if cache is None else None
     logits, cache = prefill(model, input_ids, chunk, cache)
     chosen = [logits.argmax(-1, keepdim=True)]
     while len(chosen) < new_tokens:
-        logits, cache = read(model, chosen[-1], cache)
-        chosen.append(logits[:, -1].argmax(-1, keepdim=True))
+        if input_ids.shape[1] + len(chosen) - 1 == short:
+            logits, cache = prefill(model, torch.cat([input_ids, *chosen], 1))
+        else:
+            logits, cache = prefill(model, chosen[-1], cache=cache)
+        chosen.append(logits.argmax(-1, keepdim=True))
     return torch.cat(chosen, 1)
 
 

@@ -279,6 +279,31 @@ def test_dynamic_frequencies_do_not_depend_on_what_was_read_before(make_llama):
     assert torch.equal(found[1], make_llama(max_position_embeddings=64)(ids[:, :64]).logits[:, -1])
 
 
+@pytest.mark.parametrize("shared", [0, 58])
+@pytest.mark.parametrize("asked", [(2, 3), (3, 4), (9, 3), (20, 30)])
+def test_an_answer_beyond_the_short_factors_is_that_of_the_long_ones(make_llama, shared, asked):
+    """Whether the question crosses the old window, or the answer; each token is as if all were read anew."""
+    model = make_llama(rope_parameters={**LONGROPE, "original_max_position_embeddings": 64})
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # Far keys count: in a new model, attention is nearly even.
+            layer.self_attn.q_proj.weight *= 20
+            layer.self_attn.k_proj.weight *= 20
+    text, *tails = (torch.randint(3, 48, (n,), generator=draw).tolist() for n in (58, *asked))
+    questions = [SimpleNamespace(ids=[*text, *ids], budget=5, shared=shared) for ids in tails]
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda tokens, **options: tokens)
+    model.generation_config.eos_token_id = None
+    found: list[list[int]] = []
+    generate(model, tokenizer, questions, lambda question, tokens: found.append(tokens), 90)
+    for question, tokens in zip(questions, found, strict=True):
+        ids = list(question.ids)
+        for token in tokens:
+            with evaluating(model):
+                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+
+
 class Forgetful(DynamicCache):
     """Of a model that begins anew with each piece of several tokens, as Bamba in transformers 5.16 does."""
 
