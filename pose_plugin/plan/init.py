@@ -89,23 +89,31 @@ def write_config(wish: Wish, framework: str = "axolotl") -> tuple[str, list[str]
         target=wish.target,
         window=window,
         gpus=wish.gpus,
-        beside_lora=tuple(name for paths in model.beside_lora.values() for name in last_names(paths)),
+        beside_lora={part: last_names(paths) for part, paths in model.beside_lora.items()},
     )
     needed = {}
-    for method in [wish.method] if wish.method else METHODS[: 2 if wish.gpus == 0 else 3]:
-        setup = replace(setup, method=method)
-        if setup.sharded:
-            setup = replace(setup, layer=_layer_class(config))
-        inputs = _read(_write(setup, framework), wish, framework)
-        needed[method] = memory(model, inputs.run).total / 2**30
+    for way in _ways(setup, wish):
+        if way.sharded:
+            way = replace(way, layer=_layer_class(config))
+        inputs = _read(_write(way, framework), wish, framework)
+        needed[way.shown_method] = gib = memory(model, inputs.run).total / 2**30
         # A CPU has what it has: the first method is taken, and the plan shows the memory.
-        if wish.gpus == 0 or wish.method or needed[method] <= wish.gpu_gib * _USABLE:
-            return _write(replace(setup, gib=needed[method]), framework), notes_of(inputs, rope)
-    sizes = ", ".join(f"{method} {size:.0f}" for method, size in needed.items())
+        if wish.gpus == 0 or wish.method or gib <= wish.gpu_gib * _USABLE:
+            return _write(replace(way, gib=gib), framework), [*way.notes, *notes_of(inputs, rope)]
+    sizes = ", ".join(f"{method} {size:.1f}" for method, size in needed.items())
     raise PoSEError(
-        f"--gpu-memory {wish.gpu_gib:g}: no method fits ({sizes} GiB per GPU); give more GPUs, or a shorter "
-        f"--train-length than {window}"
+        f"--gpu-memory {wish.gpu_gib:g}: no method fits into {_USABLE:.0%} of it ({sizes} GiB per GPU); give larger or "
+        f"more GPUs, or a shorter --train-length than {window}"
     )
+
+
+def _ways(setup: Setup, wish: Wish) -> list[Setup]:
+    """Return what to try, the best first: the methods, and QLoRA that leaves the embeddings frozen."""
+    methods = [wish.method] if wish.method else METHODS[: 2 if wish.gpus == 0 else 3]
+    ways = [replace(setup, method=method) for method in methods]
+    if not wish.method and ways[-1].method == "qlora" and ways[-1].trains_embeddings:
+        ways.append(replace(ways[-1], embeddings_fit=False))
+    return ways
 
 
 def _write(setup: Setup, framework: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pose_plugin.training.checks import LARGE_STRETCH
 
@@ -34,7 +35,8 @@ class Setup:
         gpus: how many; 0 for a CPU.
         method: full, lora or qlora.
         layer: the class of the base's decoder layers, which FSDP wraps.
-        beside_lora: names of the base's norms and embeddings; without embeddings that are also its output head.
+        beside_lora: names of the base's "norms" and "embeddings"; without embeddings that are also its output head.
+        embeddings_fit: whether the embeddings can be trained beside an adapter.
         gib: estimated memory of each GPU.
     """
 
@@ -49,7 +51,8 @@ class Setup:
     gpus: int
     method: str = "full"
     layer: str = ""
-    beside_lora: tuple[str, ...] = ()
+    beside_lora: Mapping[str, list[str]] = field(default_factory=dict)
+    embeddings_fit: bool = True
     gib: float = 0.0
 
     rope = "yarn"
@@ -79,8 +82,29 @@ class Setup:
     @property
     def saved_modules(self) -> list[str]:
         """Modules that are trained whole in addition to an adapter."""
-        large = self.target / self.original >= LARGE_STRETCH
-        return list(self.beside_lora) if large and self.method != "full" else []
+        if self.method == "full" or self.target / self.original < LARGE_STRETCH:
+            return []
+        parts = [part for part in self.beside_lora if part != "embeddings" or self.embeddings_fit]
+        return [name for part in parts for name in self.beside_lora[part]]
+
+    @property
+    def trains_embeddings(self) -> bool:
+        return bool(set(self.beside_lora.get("embeddings", ())) & set(self.saved_modules))
+
+    @property
+    def shown_method(self) -> str:
+        return self.method if self.embeddings_fit else f"{self.method} without the embeddings"
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about the method."""
+        if self.embeddings_fit:
+            return []
+        names = ", ".join(self.beside_lora["embeddings"])
+        return [
+            f"{self.method} fits only if the embeddings ({names}) stay frozen. LongLoRA (arXiv 2309.12307) trained "
+            "them for a stretch by 8, and `pose-plugin plan` warns of that. With more memory, they are trained too"
+        ]
 
     @property
     def optimizer(self) -> str:
@@ -123,7 +147,8 @@ class Setup:
             "rounding": "this rounding takes them on average",
             "fsdp": "each GPU holds a part of the weights",
             "state_dict": "saves the whole model",
-            "saved_modules": "LongLoRA (arXiv 2309.12307) trained them for a stretch by 8",
+            "saved_modules": "LongLoRA (arXiv 2309.12307) trained them for a stretch by 8"
+            + ("" if self.embeddings_fit else ", and the embeddings, which do not fit"),
         }  # fmt: skip
 
 

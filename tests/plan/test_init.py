@@ -144,6 +144,27 @@ def test_the_first_method_that_fits_is_taken(folder, gpus, memory, methods, caps
 
 
 @pytest.mark.parametrize("name", ["c.yaml", "c.py"])
+def test_qlora_leaves_embeddings_frozen_that_do_not_fit(folder, name, capsys):
+    line = ["init", "meta-llama/Meta-Llama-3-8B", "--base", "llama3", "--target-length", "80k", "--data", "text.jsonl"]
+    line += ["--output", name, "--gpu-memory"]
+    assert main([*line, "20"]) == 0
+    assert "note: qlora fits only if the embeddings (embed_tokens) stay frozen." in capsys.readouterr().out
+    plan, text = planned(name, capsys, "--base", "llama3"), (folder / name).read_text()
+    assert plan["method"] == "qlora" and "input_layernorm" in text and "embed_tokens" not in text
+    gib = plan["memory_bytes"]["total"] / 2**30
+    assert f"about {gib:.1f} GiB" in text and "the embeddings, which do not fit" in text
+    assert "the adapter leaves embeddings frozen" in "".join(plan["warnings"])
+    # The smaller ones do not fit either, and each size is named.
+    (folder / name).unlink()
+    assert main([*line, "10"]) == 2
+    sizes = r"full [\d.]+, lora [\d.]+, qlora 18\.6, qlora without the embeddings 1\d\.\d GiB per GPU"
+    assert re.search(rf"--gpu-memory 10: no method fits into 85% of it \({sizes}\)", capsys.readouterr().err)
+    # Without a stretch by 8, nothing is trained beside the adapter.
+    assert main([*line, "10", "--target-length", "16k"]) == 2
+    assert "without" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.py"])
 @pytest.mark.parametrize(
     "change, message",
     [
