@@ -62,6 +62,7 @@ class Measure(BaseModel):
         on_a_server: whether a served model can be measured; see `asking.Asking`. Servers give no logits.
         while_training: whether it can be part of the `evaluate:` block.
         chosen_by: the option that selects it in the command; "" if that is `--tasks`.
+        unseen: what a kept result depends on too, and nothing can notice a change of; "" for nothing.
         costly: whether it takes so much longer than the others that `all` leaves it out.
         ranked: whether it takes part in the choice of the best model.
         ranked_kinds: the kinds that take part; () for all.
@@ -87,6 +88,7 @@ class Measure(BaseModel):
     on_a_server: ClassVar[bool] = False
     while_training: ClassVar[bool] = True
     chosen_by: ClassVar[str] = ""
+    unseen: ClassVar[str] = ""
     costly: ClassVar[bool] = False
     ranked: ClassVar[bool] = True
     ranked_kinds: ClassVar[tuple[str, ...]] = ()

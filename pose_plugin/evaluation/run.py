@@ -107,7 +107,7 @@ class Session:
             require_same_tokens(measure, evaluator.tokenizer, source.tokenizer, evaluator.name, source.name)
 
     def found(self, sources: Sequence[Source]) -> list[str]:
-        """Return sentences on what the folder held before: results of other versions, and answers of servers."""
+        """Return sentences on what the folder held before and is not used, or may be out of date."""
         sentences, versions = list[str](), ", ".join(self.kept.other_versions())
         if versions:
             where = self.kept.folder
@@ -119,6 +119,12 @@ class Session:
                     f"{source.name}: {counted(kept, 'answer')} of {source.model.server.address} kept from before, not "
                     "asked again; if its weights have changed since, use --fresh"
                 )
+            for measure in self._prepared[source.name]:
+                if measure.unseen and any(self.kept.result(self._key(source, measure, n)) for n in measure.pieces()):
+                    sentences.append(
+                        f"{source.name}: results of {measure.name} kept from before, not measured again; if "
+                        f"{measure.unseen} have changed since, use --fresh"
+                    )
         return sentences
 
     def forecast(self, sources: Sequence[Source]) -> str:

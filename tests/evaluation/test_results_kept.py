@@ -20,6 +20,7 @@ from pose_plugin.evaluation.measure import Windows
 from pose_plugin.evaluation.measures import MEASURES, harness
 from pose_plugin.evaluation.measures.longppl import LongPPL
 from pose_plugin.evaluation.ranks import Ranks
+from pose_plugin.evaluation.results import Result, Row
 from pose_plugin.evaluation.run import Session
 from pose_plugin.utils.errors import PoSEError
 
@@ -168,6 +169,27 @@ def test_what_else_a_result_depends_on(folder, tmp_path, keys, monkeypatch):
         assert changed(again, keys(source)) == set(ALL)
     monkeypatch.setattr(kept, "__version__", "9")
     assert changed(again, keys(source)) == set(ALL)
+
+
+def test_a_run_says_that_it_uses_kept_results_of_lm_eval(folder, tmp_path, monkeypatch):
+    """The data of a task may have changed, which nothing notices."""
+    monkeypatch.setattr(harness, "version", lambda: "0.4.11")
+    monkeypatch.setattr(harness, "require_harness", lambda *given: None)
+    source = describe(str(folder))
+
+    def session(fresh=False, **options):
+        run = Session([harness.Harness(harness=["own"], **options)], [620], tmp_path / "out", "auto", "cpu", fresh)
+        run.check([source], None, Windows())
+        return run
+
+    first = session()
+    first.kept.open(first.ranks)
+    assert first.found([source]) == []
+    (measure,) = first._prepared["base"]
+    first._keep(source, measure, 620, Result("harness", "", (Row(0, 0.5, kind="own exact_match"),)))
+    (sentence,) = session().found([source])
+    assert sentence.startswith("base: results of harness kept from before, not measured again; if data sets or files")
+    assert session(harness_limit=3).found([source]) == session(fresh=True).found([source]) == []
 
 
 def test_a_hub_name_stands_for_itself(keys, folder):

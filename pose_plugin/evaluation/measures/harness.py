@@ -47,6 +47,7 @@ class Harness(Measure):
     on_a_server: ClassVar[bool] = True
     while_training: ClassVar[bool] = False
     chosen_by: ClassVar[str] = "harness"
+    unseen: ClassVar[str] = "data sets or files outside --harness-path"
     ranked: ClassVar[bool] = False
 
     harness: list[str] = Field(
