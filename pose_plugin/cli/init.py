@@ -57,10 +57,14 @@ def run(args: argparse.Namespace) -> int:
     usual, endings = _FILES[framework]
     file = Path(args.output or usual)
     if file.suffix not in endings:
-        also = ", or leave one of the two options out" if args.framework else ""
+        if args.framework is None:
+            raise PoSEError(
+                f"--output {file} ends neither in .yaml or .yml (Axolotl) nor in .py (TRL); name it "
+                f"{file.with_suffix('.yaml')} or {file.with_suffix('.py')}"
+            )
         raise PoSEError(
             f"--output {file} does not end in {' or '.join(endings)}, as files of --framework {framework} do; "
-            f"name it {file.with_suffix(endings[0])}{also}"
+            f"name it {file.with_suffix(endings[0])}, or leave one of the two options out"
         )
     wish = Wish(
         base=args.base_model,

@@ -178,7 +178,7 @@ def test_qlora_leaves_embeddings_frozen_that_do_not_fit(folder, name, capsys):
         (["--data", "other.jsonl"], "other.jsonl: the first row has the keys ['prompt'], and none of input_ids, mess"),
         (["--gpu-memory", "24GB"], "--gpu-memory: '24GB' is not a number above 0; leave its unit out"),
         (["--gpu-memory", "0.000001"], "--gpu-memory"),
-        (["--output", "text.jsonl"], "--output text.jsonl does not end in .yaml or .yml, as files of --fra"),
+        (["--output", "text.jsonl"], "--output text.jsonl ends neither in .yaml or .yml (Axolotl) nor in .py"),
         (["--output", "kept.yaml"], "--output kept.yaml exists already; name a new file"),
         (["--output", "d.py", "--framework", "axolotl"], "d.yaml"),
         (["--output", "d.yaml", "--framework", "trl"], "d.py"),
