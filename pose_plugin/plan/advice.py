@@ -76,10 +76,11 @@ def notes_of(inputs: Inputs, rope: RopePlan | None) -> list[str]:
             f"base before you train: {shlex.join(measure)}"
         )
     elif rope.type == "linear" or (rope.type in ("ntk", "base") and stretch >= 4):
+        only = ", at 16 times, where alone base was measured" if rope.type == "base" else ""
         notes.append(
             f"{rope.type} needs training. At 4 times the window, SmolLM2-135M with linear found no far fact without "
-            "training, and about as many with ordinary positions as with PoSE. A tiny model found far more with PoSE "
-            "(docs/how.md#which-settings). Without training, yarn finds more than linear"
+            "training, and about as many with ordinary positions as with PoSE. A tiny model found far more with PoSE"
+            f"{only} (docs/how.md#which-settings). Without training, yarn finds more than linear"
         )
     if stretch >= UNSHOWN_STRETCH:
         notes.append(

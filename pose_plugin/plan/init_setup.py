@@ -103,7 +103,7 @@ class Setup:
         names = ", ".join(self.beside_lora["embeddings"])
         return [
             f"{self.method} fits only if the embeddings ({names}) stay frozen. LongLoRA (arXiv 2309.12307) trained "
-            "them for a stretch by 8, and `pose-plugin plan` warns of that. With more memory, they are trained too"
+            "them for a stretch by 8, so `pose-plugin plan` warns of it. With more memory per GPU, init trains them too"
         ]
 
     @property
