@@ -183,12 +183,12 @@ def greedy(
     """Return the `new_tokens` most likely next tokens, one by one, with the key-value cache.
 
     Unlike `model.generate`, it ignores the model's generation config (sampling, penalties). Where the answer makes a
-    short text long for the rope (see `end_of_short`), all is read anew.
+    short text long for the rope (see `end_of_short`), everything is read again.
 
     Args:
         input_ids: [B, T], no padding.
         chunk: how many tokens of the prompt are read at a time; None: all.
-        cache: of what is before the prompt; it may be changed in place, and nothing is read anew.
+        cache: of what is before the prompt; it may be changed in place, and nothing is read again.
 
     Returns:
         [B, new_tokens]

@@ -36,7 +36,7 @@ class Setup:
         method: full, lora or qlora.
         layer: the class of the base's decoder layers, which FSDP wraps.
         beside_lora: names of the base's "norms" and "embeddings"; without embeddings that are also its output head.
-        embeddings_fit: whether the embeddings can be trained beside an adapter.
+        embeddings_fit: whether the embeddings can be trained in addition to an adapter.
         gib: estimated memory of each GPU.
     """
 
