@@ -268,7 +268,12 @@ def test_the_conclusion_about_linear_interpolation():
         compare, rows = recall("compare"), committed("recall")["rows"]
         arms = [compare.shares_of(rows, arm, "linear-4", True) for arm in ("pose_skip", "no_skip")]
         difference = compare.bootstrap(*compare.paired(*arms))
+        exact = [
+            round(90 * np.mean(list(compare.shares_of(rows, arm, "linear-4", True, exact=True).values())))
+            for arm in ("no_skip", "pose_skip")
+        ]
     assert difference[0] < 0.15
+    assert f"where the number ends, *no skip* finds {exact[0]} and *PoSE* {exact[1]}." in page
     more, low, high = (f"{value:.2f}".replace("0.", ".") for value in difference)
     plain, plain_far = (facts_found("no_skip-linear-4-1", least) for least in (8192, 24576))
     pose, pose_far = (facts_found("pose_skip-linear-4-1", least) for least in (8192, 24576))
@@ -280,6 +285,7 @@ def test_the_conclusion_about_linear_interpolation():
     untrained = facts_found("linear-4")
     assert f"*RoPE only* finds {untrained} of 90, and none within 8,192 tokens." in page
     assert facts_found("linear-4", least=0, most=8192) == "0"
+    assert "Of a whole text, it finds no fact, not even a near one," in page and facts_found("base", least=0) == "0"
     assert f"PoSE {pose}, no skip {plain}, RoPE only {untrained}. Stretch 2," in readme
 
 
@@ -327,6 +333,8 @@ def test_the_table_of_which_settings_quotes_the_results():
         f"ordinary positions at most {most:.2f}; at 2 times, they find {min(shares['2', 'no skip']):.2f} or more."
     ).replace(" 0.", " .") in table
     assert len(re.findall(r"(?<!\d)\.\d+", table)) == 10, "a number that no test recomputes"
+    two, three = (tiny("5", f"{chunks} chunks (content: skip)") for chunks in (2, 3))
+    assert "three chunks had the same perplexity and found fewer passkeys at the target;" in table and three < two
     for name in ("README.md", "docs/index.md"):
         text = " ".join((FOLDER.parent / name).read_text(encoding="utf-8").split())
         assert f"PoSE found {gain} more of the far facts than no training. It found {over_plain} more than rows" in text
@@ -336,6 +344,20 @@ def test_the_table_of_which_settings_quotes_the_results():
     assert max(abs(margin - none), abs(margin - unskipped)) < 0.02 and clamped < none - 0.02
     runs = committed("paper_table_settings")["runs"]["clamped, target_margin: 0"].values()
     assert sum(run["passkey"]["2048"] < none - 0.02 for run in runs) == 1, "one seed of three"
+
+
+def test_the_readme_quotes_the_results_of_smollm2():
+    readme = " ".join((FOLDER.parent / "README.md").read_text(encoding="utf-8").split())
+    models = committed("smollm2")["models"]
+
+    def far_loss(model: str) -> float:
+        return float(np.mean([losses["14336"] for losses in models[model]["loss"].values()]))
+
+    keys = models["yarn, RoPE only"]["passkey"].values()
+    found, asked = (sum(key[part] for key in keys) for part in ("found", "trials"))
+    assert f"and *RoPE only* finds {found} of {asked}." in readme
+    more = [f"{far_loss(f'{rope}, PoSE') - far_loss(f'{rope}, no skip'):.2f}"[1:] for rope in ("linear", "yarn")]
+    assert f"PoSE's loss is higher than that of *no skip*, by {listed(more)}, computed before rounding" in readme
 
 
 def test_the_table_of_when_it_pays_quotes_the_results():
