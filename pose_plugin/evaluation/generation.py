@@ -57,7 +57,8 @@ def generate(
         shared, budget = group[0].shared, max(question.budget for question in group)
         longest = max(len(question.ids) + question.budget for question in group)
         # A cache of a short text does not go with the frequencies of a long one.
-        cache = cached(model, group[0].ids[:shared], chunk) if not shared <= short < longest - 1 else None
+        outgrown = shared <= short < longest - 1
+        cache = None if outgrown else cached(model, group[0].ids[:shared], chunk)
         if cache is None or not continues(model, cache):
             del cache
             for question in group:

@@ -25,7 +25,10 @@ class WatchUntrained(TrainerCallback):
         self._watches = False
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._watches and (self._cfg.get("adapter") and not self._cfg.get("lora_model_dir")):
+        if not self._watches:
+            return
+        self._watches = False
+        if self._cfg.get("adapter") and not self._cfg.get("lora_model_dir"):
             if is_beacon(self._cfg):
                 raise untrained(self._cfg)
             if state.is_world_process_zero:
@@ -36,14 +39,13 @@ class WatchUntrained(TrainerCallback):
                     self._cfg.get("adapter"),
                     self._cfg.get("output_dir") or "FOLDER",
                 )
-        elif self._watches and state.is_world_process_zero and self._trained_elsewhere():
+        elif state.is_world_process_zero and self._trained_elsewhere():
             log.warning(
                 "base_model=%s is measured, and not the model that this config trained. For the trained one, add "
                 "--base-model %s",
                 self._cfg.get("base_model"),
                 self._cfg.get("output_dir"),
             )
-        self._watches = False
 
     def _trained_elsewhere(self) -> bool:
         """Whether output_dir holds a trained model, and base_model names another one."""
